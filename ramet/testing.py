@@ -1,0 +1,3 @@
+"""What tests need to look inside an engine; see ramet.engine.testing."""
+
+from ramet.engine.testing import *  # noqa: F403
