@@ -1,0 +1,337 @@
+"""The loop: schedule, compute, commit, sample. It owns all state and runs on one thread.
+
+`step` is the table of contents of the whole engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ramet.engine.config import EngineConfig
+from ramet.engine.errors import BadLogits, OutOfCapacity, StepFailed
+from ramet.engine.model_runner import Runner
+from ramet.engine.runs import FanOut, Generation, HeadScoring, Run, Scoring
+from ramet.engine.sampler import sample
+from ramet.engine.sampling_params import SamplingParams, derive_seed
+from ramet.engine.scheduler import Pick, Scheduled, Scheduler
+from ramet.engine.sequence import Sequence
+from ramet.engine.tokenizer import Tokenizer
+from ramet.radix.accounting import PageStats, page_stats
+from ramet.radix.prefix_cache import PrefixCache
+
+LOCAL = ("local",)  # the namespace of in-process callers
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Counters since the start, and the pages as they are now."""
+
+    pages: PageStats
+    num_steps: int
+    num_computed_tokens: int  # tokens that went through the model
+    num_cached_tokens: int  # prompt tokens that did not have to
+    num_generated_tokens: int
+    num_preemptions: int
+    num_parked_idle: int  # idle branches that gave up their blocks
+    num_waiting: int
+    num_running: int
+
+
+class Engine:
+    """Sequences over one prefix cache and one runner."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        config: EngineConfig,
+        *,
+        vocab_size: int,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        self.runner = runner
+        self.config = config
+        self.vocab_size = vocab_size
+        self.tokenizer = tokenizer
+        self.eos_token_ids = eos_token_ids
+        self.cache = PrefixCache(config.num_blocks, config.block_size, min_partial=config.min_partial)
+        self.scheduler = Scheduler(self.cache, config.max_batch_tokens)
+        self.sequences: dict[Sequence, None] = {}  # all that were not released
+        self.listeners: list[Callable[[], None]] = []  # called after each step
+        self.num_steps = 0
+        self.num_computed_tokens = 0
+        self.num_generated_tokens = 0
+        self._seeds = np.random.Generator(np.random.PCG64(config.seed & (2**64 - 1)))
+        self._arrivals = 0
+
+    # -- sequences -----------------------------------------------------------------------------------
+
+    def new_sequence(self, token_ids: list[int], *, keep: bool, namespace: Hashable = LOCAL) -> Sequence:
+        """A sequence without pages. Raises OutOfCapacity if it could never be held."""
+        self.check_length(len(token_ids))
+        return self._add(Sequence(token_ids, namespace, keep=keep))
+
+    def fork(self, sequence: Sequence, at: int | None = None, *, keep: bool) -> Sequence:
+        """Another sequence on the same pages, at any moment."""
+        child = self._add(sequence.fork(at, keep=keep))
+        if child.is_live:
+            self.scheduler.rest(child)
+        return child
+
+    def release(self, sequence: Sequence, *, prune: bool = False) -> int:
+        """Let go of a sequence, running or not; returns the blocks freed at once. Idempotent."""
+        if sequence.run is not None:
+            self.abort(sequence)
+        self.scheduler.remove(sequence)
+        self.sequences.pop(sequence, None)
+        cursor, sequence.cursor = sequence.cursor, None
+        if cursor is None:
+            return 0
+        free = self.cache.pool.num_free
+        if prune:
+            return cursor.prune()
+        cursor.release()
+        return self.cache.pool.num_free - free
+
+    def check_length(self, num_tokens: int) -> None:
+        """Raise OutOfCapacity if a sequence of so many tokens could never have KV for all of them."""
+        config = self.config
+        if num_tokens > config.max_model_len:
+            raise OutOfCapacity(num_tokens, config.max_model_len, "tokens")
+        if num_tokens > config.max_tokens:
+            raise OutOfCapacity(-(-num_tokens // config.block_size), config.num_blocks)
+
+    # -- runs ------------------------------------------------------------------------------------------
+
+    def generation(self, sequence: Sequence, params: SamplingParams, seed: int, index: int = 0) -> Generation:
+        """A run that continues `sequence`.
+
+        The allowance is bounded by what can be held: the last sampled token is not fed, so a sequence may
+        end one token longer than the context or the pool. Raises OutOfCapacity if not one token is left.
+        """
+        room = self.config.max_tokens - len(sequence.token_ids) + 1
+        if room < 1:
+            self.check_length(len(sequence.token_ids))
+        return Generation(
+            params,
+            seed=seed,
+            index=index,
+            allowance=room if params.max_tokens is None else min(room, params.max_tokens),
+            eos_token_ids=self.eos_token_ids,
+            tokenizer=self.tokenizer,
+        )
+
+    def generations(self, sequence: Sequence, params: SamplingParams) -> list[Generation]:
+        """`params.n` runs that continue `sequence`, each with its own random stream."""
+        seed = self.next_seed() if params.seed is None else params.seed
+        return [self.generation(sequence, params, derive_seed(seed, i), i) for i in range(params.n)]
+
+    def next_seed(self) -> int:
+        """A seed for a request that has none."""
+        return int(self._seeds.integers(2**63))
+
+    def submit(self, sequence: Sequence, run: Run) -> None:
+        """Let `sequence` do `run`, after what was submitted before."""
+        assert sequence.run is None, "a sequence does one thing at a time"
+        self._arrivals += 1
+        sequence.arrival = (self._arrivals,)
+        sequence.run = run
+        run.start(sequence)
+        self.scheduler.submit(sequence)
+
+    def abort(self, sequence: Sequence) -> None:
+        """End the run of a sequence now; tokens generated so far stay. Idempotent."""
+        run = sequence.run
+        if run is None:
+            return
+        if isinstance(run, Generation):
+            run.finish("abort")
+        run.finished = True
+        self._end(sequence)
+
+    def run(self, runs: Iterable[Run]) -> None:
+        """Step until all `runs` have finished. Raises the error of the first that failed."""
+        runs = list(runs)
+        while not all(run.finished for run in runs):
+            assert self.scheduler.has_work, "a run that is not finished is in the scheduler"
+            self.step()
+        for run in runs:
+            if run.error is not None:
+                raise run.error
+
+    # -- the loop --------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Run one batch: what is decided, computed, committed, and made of the logits."""
+        scheduled = self.scheduler.schedule()
+        self._end_refused()
+        if scheduled is not None:
+            logits = self._compute(scheduled)
+            if logits is not None:
+                self.scheduler.commit(scheduled)
+                self._advance(scheduled, logits)
+        for listener in self.listeners:
+            listener()
+
+    def _compute(self, scheduled: Scheduled) -> Tensor | None:
+        """Run the model; None, with every request of the step ended, if that failed."""
+        try:
+            self.runner.copy_blocks(self.cache.take_copies())
+            self.cache.copies_done()
+            logits = self.runner.forward(scheduled.step)
+        except BaseException as error:
+            self.scheduler.cancel(scheduled)
+            if not isinstance(error, Exception):
+                raise
+            for pick in scheduled.picks:
+                self._fail(pick.sequence, error)
+            return None
+        self.num_steps += 1
+        self.num_computed_tokens += scheduled.step.num_tokens
+        return logits
+
+    def _advance(self, scheduled: Scheduled, logits: Tensor) -> None:
+        """Give each run its logits [R, V]: score, sample, and end what is complete."""
+        draws: list[tuple[Sequence, Generation, int]] = []
+        start = 0
+        for pick, row in zip(scheduled.picks, scheduled.step.rows, strict=True):
+            rows = range(start, start + row.num_logits)
+            start += row.num_logits
+            self._take_logits(pick, logits, rows, draws)
+        self._sample(logits, draws)
+
+    def _take_logits(
+        self, pick: Pick, logits: Tensor, rows: range, draws: list[tuple[Sequence, Generation, int]]
+    ) -> None:
+        """What a sequence does with its rows of the logits; those to be sampled from go to `draws`."""
+        sequence, run = pick.sequence, pick.sequence.run
+        if isinstance(run, Generation):
+            draws.extend((sequence, run, row) for row in rows)
+        elif isinstance(run, FanOut) and rows:
+            for index, generation in enumerate(run.generations):
+                child = self._fork_running(sequence, generation, index, keep=run.keep)
+                run.children.append(child)
+                draws.append((child, generation, rows[0]))
+            self._finish(sequence)
+        elif isinstance(run, Scoring):
+            run.accept(_logprobs(logits[rows.start : rows.stop], run.next_targets(len(rows))))
+            if len(run.token_logprobs) == len(run.targets):
+                self._finish(sequence)
+        elif isinstance(run, HeadScoring) and rows:
+            firsts = [candidate[0] for candidate in run.candidates]
+            run.first_logprobs = _logprobs(logits[rows[0]].expand(len(firsts), -1), firsts)
+            self._score_rests(sequence, run)
+            self._finish(sequence)
+        elif type(run) is Run and sequence.num_to_do == 0:
+            self._finish(sequence)
+
+    def _score_rests(self, sequence: Sequence, run: HeadScoring) -> None:
+        """Score what follows the first token of each candidate, on forks that are pruned afterwards."""
+        first = len(sequence.token_ids)
+        for index, candidate in enumerate(run.candidates):
+            if len(candidate) == 1:
+                run.rests.append(None)
+                continue
+            rest = Scoring(first, candidate[1:])
+            run.rests.append(rest)
+            child = self._fork_running(sequence, rest, index, keep=False)
+            child.token_ids += candidate[:-1]
+            run.children.append(child)
+
+    def _fork_running(self, sequence: Sequence, run: Run, index: int, *, keep: bool) -> Sequence:
+        """A child that runs from the next step on, as old as its parent."""
+        child = self._add(sequence.fork(keep=keep))
+        child.arrival = (*sequence.arrival, index)
+        child.run = run
+        self.scheduler.start_now(child)
+        return child
+
+    def _sample(self, logits: Tensor, draws: list[tuple[Sequence, Generation, int]]) -> None:
+        """Draw a token for each (sequence, run, row of the logits)."""
+        if not draws:
+            return
+        rows = [generation.row_sampling(sequence) for sequence, generation, _ in draws]
+        try:
+            sampled = sample(logits[torch.tensor([row for _, _, row in draws])], rows)
+        except BadLogits as error:
+            bad = set(error.rows)
+            for index in bad:
+                self._fail(draws[index][0], error)
+            self._sample(logits, [draw for index, draw in enumerate(draws) if index not in bad])
+            return
+        for (sequence, generation, _), token_id, logprob, top in zip(
+            draws, sampled.token_ids, sampled.logprobs, sampled.top_logprobs, strict=True
+        ):
+            try:
+                generation.accept(sequence, token_id, logprob, top)
+            except Exception as error:  # one request's text must not end the others
+                self._fail(sequence, error)
+                continue
+            self.num_generated_tokens += 1
+            if generation.finished:
+                self._end(sequence)
+
+    # -- ends ------------------------------------------------------------------------------------------
+
+    def _finish(self, sequence: Sequence) -> None:
+        assert sequence.run is not None, "only a run finishes"
+        sequence.run.finished = True
+        self._end(sequence)
+
+    def _fail(self, sequence: Sequence, error: Exception) -> None:
+        assert sequence.run is not None, "only a run fails"
+        failure = StepFailed(f"the step failed: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        sequence.run.fail(failure)
+        self._end(sequence)
+
+    def _end_refused(self) -> None:
+        for sequence, error in self.scheduler.refused:
+            assert sequence.run is not None, "only a run is refused"
+            sequence.run.fail(error)
+            self._end(sequence)
+        self.scheduler.refused.clear()
+
+    def _end(self, sequence: Sequence) -> None:
+        """The one place where a run leaves its sequence."""
+        run, sequence.run = sequence.run, None
+        if sequence.keep:
+            self.scheduler.rest(sequence)
+        else:
+            self.release(sequence, prune=isinstance(run, Scoring))
+
+    # -- looking ---------------------------------------------------------------------------------------
+
+    def _add(self, sequence: Sequence) -> Sequence:
+        self.sequences[sequence] = None
+        return sequence
+
+    def stats(self) -> Stats:
+        """Counters and the state of the pages. O(sequences)."""
+        cursors = [s.cursor for s in self.sequences if s.cursor is not None]
+        scheduler = self.scheduler
+        return Stats(
+            pages=page_stats(self.cache, cursors),
+            num_steps=self.num_steps,
+            num_computed_tokens=self.num_computed_tokens,
+            num_cached_tokens=scheduler.num_cached_tokens,
+            num_generated_tokens=self.num_generated_tokens,
+            num_preemptions=scheduler.num_preemptions,
+            num_parked_idle=scheduler.num_parked_idle,
+            num_waiting=len(scheduler.waiting),
+            num_running=len(scheduler.running),
+        )
+
+
+def _logprobs(logits: Tensor, token_ids: Seq[int]) -> list[float]:
+    """The log-probability of token i in row i of logits [R, V]."""
+    if not token_ids:
+        return []
+    logprobs = torch.log_softmax(logits.float(), dim=-1)  # [R, V]
+    return logprobs.gather(1, torch.tensor(token_ids, device=logits.device)[:, None])[:, 0].tolist()

@@ -1,0 +1,501 @@
+"""What Python users talk to: an LLM, and the branches of its tree of thoughts.
+
+Everything here blocks until it is done; several branches that are asked in one call run in one batch.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from ramet.engine.config import EngineConfig
+from ramet.engine.engine import Engine, Stats
+from ramet.engine.errors import BranchReleased, InvalidInput
+from ramet.engine.outputs import Choice, Delta, Output, Score
+from ramet.engine.runs import FanOut, Generation, HeadScoring, Run
+from ramet.engine.sampling_params import SamplingParams
+from ramet.engine.sequence import Sequence
+from ramet.engine.tokenizer import Tokenizer, validate_token_ids
+from ramet.radix.cursor import BlockTable
+
+if TYPE_CHECKING:
+    import torch
+
+Prompt: TypeAlias = str | Seq[int]
+
+
+class LLM:
+    """A model with an engine around it.
+
+    Args:
+        model: "smollm2" (the embedded default), a hub id, a folder, a .gguf file, or a transformers model.
+        tokenizer: instead of the one that comes with the weights.
+        device: "auto" or "cpu"; other devices come later.
+        dtype: "auto" is bfloat16 where the processor multiplies it fast, else float32.
+        block_size: token slots of a block.
+        num_blocks: blocks in the pool; None sizes it from the memory that is free.
+        max_model_len: a context limit below the model's own.
+        max_batch_tokens: token budget of a step.
+        min_partial: tokens that a prefix hit inside a block must have to be used; 1 is exact to the token,
+            None a quarter of a block.
+        seed: where requests without a seed get theirs from.
+
+    Raises InvalidInput, ModelNotFound or UnsupportedModel.
+    """
+
+    def __init__(
+        self,
+        model: Any = "smollm2",
+        tokenizer: Any = None,
+        *,
+        device: str = "auto",
+        dtype: str | torch.dtype = "auto",
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        max_model_len: int | None = None,
+        max_batch_tokens: int = 512,
+        min_partial: int | None = None,
+        seed: int = 0,
+        cache_dir: str | Path | None = None,
+    ) -> None:
+        from ramet.engine.build import build_engine
+
+        self.engine: Engine = build_engine(
+            model,
+            tokenizer,
+            device=device,
+            dtype=dtype,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            max_model_len=max_model_len,
+            max_batch_tokens=max_batch_tokens,
+            min_partial=min_partial,
+            seed=seed,
+            cache_dir=cache_dir,
+        )
+
+    @property
+    def config(self) -> EngineConfig:
+        return self.engine.config
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.engine.tokenizer
+
+    def stats(self) -> Stats:
+        """Counters since the start, and what the pages hold now."""
+        return self.engine.stats()
+
+    def on_step(self, listener: Callable[[], None]) -> None:
+        """Call `listener` after each step of the engine: for progress bars and live views."""
+        self.engine.listeners.append(listener)
+
+    # -- whole prompts -----------------------------------------------------------------------------
+
+    def generate(
+        self, prompts: Prompt | Seq[Prompt], params: SamplingParams | None = None, **settings: Any
+    ) -> list[Output]:
+        """Generate from one or several prompts, each a text or a list of token ids.
+
+        `settings` are the fields of SamplingParams, instead of `params`. All prompts are checked before
+        anything runs. Raises InvalidInput or OutOfCapacity; StepFailed if the model failed.
+        """
+        params = _params(params, settings)
+        many = [self.encode(prompt) for prompt in _prompts(prompts)]
+        requests = [self._request(token_ids, params) for token_ids in many]
+        try:
+            for sequence, run, _ in requests:
+                self.engine.submit(sequence, run)
+            self.engine.run(choice for _, run, choices in requests for choice in (run, *choices))
+        finally:
+            self._release_all(requests)
+        return [
+            Output(token_ids, sequence.num_cached_tokens or 0, [g.choice for g in generations])
+            for token_ids, (sequence, _, generations) in zip(many, requests, strict=True)
+        ]
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, **settings: Any
+    ) -> Iterator[Delta]:
+        """Generate from one prompt and yield each choice's text as it comes. Closing the iterator aborts."""
+        params = _params(params, settings)
+        request = self._request(self.encode(prompt), params)
+        sequence, run, generations = request
+        self.engine.submit(sequence, run)
+        yield from self._stream(request, generations)
+
+    def _stream(self, request: Request, generations: list[Generation]) -> Iterator[Delta]:
+        shown = [(0, 0)] * len(generations)
+        try:
+            while not all(generation.finished for generation in generations):
+                self.engine.step()
+                if request[1].error is not None:
+                    raise request[1].error
+                for index, generation in enumerate(generations):
+                    choice, (num_chars, num_tokens) = generation.choice, shown[index]
+                    if generation.error is not None:
+                        raise generation.error
+                    if len(choice.token_ids) > num_tokens:
+                        shown[index] = len(choice.text), len(choice.token_ids)
+                        new = choice.token_ids[num_tokens:]
+                        yield Delta(choice.index, choice.text[num_chars:], new, choice.finish_reason)
+        finally:
+            self._release_all([request])
+
+    def _request(self, token_ids: list[int], params: SamplingParams) -> Request:
+        self._check_params(params)
+        sequence = self.engine.new_sequence(list(token_ids), keep=False)
+        generations = self.engine.generations(sequence, params)
+        run: Run = generations[0] if len(generations) == 1 else FanOut(generations, keep=False)
+        return sequence, run, generations
+
+    def _release_all(self, requests: Seq[Request]) -> None:
+        """After an error or an interrupt nothing of a request stays behind; else this finds nothing."""
+        for sequence, run, _ in requests:
+            if isinstance(run, FanOut):
+                for child in run.children:
+                    self.engine.release(child)
+            self.engine.release(sequence)
+
+    # -- branches ------------------------------------------------------------------------------------
+
+    def branch(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        messages: Seq[Mapping[str, Any]] | None = None,
+        tools: Seq[Mapping[str, Any]] | None = None,
+    ) -> Branch:
+        """A branch at the end of a prompt, or of `messages` through the chat template; computed now.
+
+        Raises InvalidInput or OutOfCapacity.
+        """
+        if (prompt is None) == (messages is None):
+            raise InvalidInput("prompt", "or messages must be given, and not both")
+        if messages is not None:
+            token_ids = self._tokenizer("messages").apply_chat_template(messages, tools=tools)
+        else:
+            assert prompt is not None, "one of the two is given"
+            token_ids = self.encode(prompt)
+        sequence = self.engine.new_sequence(token_ids, keep=True)
+        branch = Branch(self, sequence, None)
+        run = Run()
+        self.engine.submit(sequence, run)
+        try:
+            self.engine.run([run])
+        except BaseException:
+            branch.release()
+            raise
+        return branch
+
+    def step(
+        self,
+        branches: Seq[Branch],
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+        **settings: Any,
+    ) -> list[Choice]:
+        """Continue several branches in one batch, by one token unless the settings say more.
+
+        `params` is one for all or one for each. Each branch is extended by what it generated.
+        """
+        if not branches:
+            return []
+        if len(set(branches)) < len(branches):
+            raise InvalidInput("branches", "must not name a branch twice")
+        if params is None:
+            params = SamplingParams(**{"max_tokens": 1, **settings})
+        each = [params] * len(branches) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(branches):
+            raise InvalidInput("params", f"must be one or {len(branches)}", len(each))
+        return self._continue(branches, each)
+
+    def _continue(self, branches: Seq[Branch], params: Seq[SamplingParams]) -> list[Choice]:
+        runs = []
+        for branch, own in zip(branches, params, strict=True):
+            branch._check_live()
+            self._check_params(own)
+            if own.n != 1:
+                raise InvalidInput("n", "must be 1 where a branch itself goes on; use expand()", own.n)
+            runs.append(self.engine.generations(branch._sequence, own)[0])
+        try:
+            for branch, run in zip(branches, runs, strict=True):
+                self.engine.submit(branch._sequence, run)
+            self.engine.run(runs)
+        finally:
+            for branch in branches:
+                self.engine.abort(branch._sequence)
+        for branch, run in zip(branches, runs, strict=True):
+            branch.output = run.choice
+        return [run.choice for run in runs]
+
+    # -- checks --------------------------------------------------------------------------------------
+
+    def encode(self, prompt: Prompt, field: str = "prompt", *, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of a prompt, checked. Raises InvalidInput, which names `field`."""
+        if isinstance(prompt, str):
+            token_ids = self._tokenizer(field).encode(prompt, add_special_tokens=add_special_tokens)
+        else:
+            token_ids = validate_token_ids(prompt, self.engine.vocab_size, field)
+        if not token_ids:
+            raise InvalidInput(field, "must hold at least one token")
+        return token_ids
+
+    def _tokenizer(self, field: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise InvalidInput(field, "must be token ids: this model has no tokenizer")
+        return self.tokenizer
+
+    def _check_params(self, params: SamplingParams) -> None:
+        validate_token_ids(params.stop_token_ids, self.engine.vocab_size, "stop_token_ids")
+        if params.stops:
+            self._tokenizer("stop")
+
+
+class Branch:
+    """One branch of a tree: a past that it shares with its relatives, and a future of its own.
+
+    Made by `LLM.branch`, `fork` and `expand`. A branch that runs out of pages keeps its tokens and computes
+    them again when it is used.
+    """
+
+    def __init__(self, llm: LLM, sequence: Sequence, parent: Branch | None) -> None:
+        self.llm = llm
+        self.parent = parent
+        self.children: list[Branch] = []
+        self.output: Choice | None = None  # what the last generate, expand or step gave
+        self._sequence = sequence
+        self._released = False
+        if parent is not None:
+            parent.children.append(self)
+
+    def __repr__(self) -> str:
+        state = "released" if self._released else "live" if self._sequence.is_live else "parked"
+        return f"<Branch {self.id}: {len(self._sequence.token_ids)} tokens, {state}>"
+
+    # -- looking -------------------------------------------------------------------------------------
+
+    @property
+    def id(self) -> int:
+        return self._sequence.id
+
+    @property
+    def token_ids(self) -> list[int]:
+        """A copy of all tokens, prompt and generated."""
+        return list(self._sequence.token_ids)
+
+    def __len__(self) -> int:
+        return len(self._sequence.token_ids)
+
+    @property
+    def text(self) -> str:
+        """The decoded tokens, without control tokens."""
+        return self.llm._tokenizer("text").decode(self._sequence.token_ids)
+
+    @property
+    def released(self) -> bool:
+        return self._released
+
+    @property
+    def block_table(self) -> BlockTable:
+        """(block ids, slots filled in the last block) of the tokens that have KV now."""
+        self._check_live()
+        return self._sequence.live_cursor.block_table if self._sequence.is_live else BlockTable([], 0)
+
+    # -- the verbs -----------------------------------------------------------------------------------
+
+    def fork(self, n: int = 1, *, at: int | None = None) -> list[Branch]:
+        """`n` branches with the same past, or with its first `at` tokens. Copies nothing until they part.
+
+        All or nothing: raises InvalidInput before the first is made.
+        """
+        self._check_live()
+        _check_count("n", n)
+        position = self._position("at", len(self) if at is None else at, 1)
+        return [
+            Branch(self.llm, self.llm.engine.fork(self._sequence, position, keep=True), self)
+            for _ in range(n)
+        ]
+
+    def extend(self, text: Prompt) -> None:
+        """Append a text or token ids, a tool's result say. They are computed with the next run.
+
+        Control tokens in a text stay text: pass ids to append real ones.
+        Raises InvalidInput or OutOfCapacity.
+        """
+        self._check_live()
+        if isinstance(text, str):
+            new = self.llm._tokenizer("text").encode(text, add_special_tokens=False, control_tokens=False)
+        else:
+            new = validate_token_ids(text, self.llm.engine.vocab_size, "text")
+        self.llm.engine.check_length(len(self) + len(new))
+        self._sequence.token_ids += new
+
+    def generate(self, params: SamplingParams | None = None, **settings: Any) -> Choice:
+        """Continue this branch; the tokens are appended to it. `settings` are fields of SamplingParams."""
+        self._check_live()
+        return self.llm._continue([self], [_params(params, settings)])[0]
+
+    def expand(
+        self,
+        n: int | None = None,
+        *,
+        params: Seq[SamplingParams] | SamplingParams | None = None,
+        **settings: Any,
+    ) -> list[Branch]:
+        """`n` new children that each generate, in one batch; `params` may give each its own settings.
+
+        What the branch still has to compute is computed once, for all of them. The children's choices are
+        their `output`.
+        """
+        self._check_live()
+        generations = self._child_generations(n, params, settings)
+        run = FanOut(generations, keep=True)
+        engine = self.llm.engine
+        try:
+            engine.submit(self._sequence, run)
+            engine.run([run, *generations])
+        except BaseException:
+            engine.abort(self._sequence)
+            for sequence in run.children:
+                engine.release(sequence, prune=True)
+            raise
+        children = []
+        for sequence, generation in zip(run.children, generations, strict=True):
+            child = Branch(self.llm, sequence, self)
+            child.output = generation.choice
+            children.append(child)
+        return children
+
+    def _child_generations(
+        self, n: int | None, params: Seq[SamplingParams] | SamplingParams | None, settings: dict[str, Any]
+    ) -> list[Generation]:
+        engine = self.llm.engine
+        if params is None or isinstance(params, SamplingParams):
+            if n is not None:
+                _check_count("n", n)
+            each = _params(params, settings)
+            if n is not None:
+                each = SamplingParams(**{**_fields(each), "n": n})
+            self.llm._check_params(each)
+            return engine.generations(self._sequence, each)
+        if settings or (n is not None and n != len(params)):
+            raise InvalidInput("params", "give each child its own settings, and so decide how many there are")
+        generations = []
+        for index, own in enumerate(params):
+            self.llm._check_params(own)
+            if own.n != 1:
+                raise InvalidInput("n", "must be 1 in each child's params", own.n)
+            generation = engine.generations(self._sequence, own)[0]
+            generation.choice.index = index
+            generations.append(generation)
+        if not generations:
+            raise InvalidInput("params", "must name at least one child")
+        return generations
+
+    def score(self, candidates: Seq[Prompt]) -> list[Score]:
+        """The log-probabilities of candidate continuations, in one batch; the branch does not change.
+
+        The branch's own tokens are not computed again. Raises InvalidInput or OutOfCapacity.
+        """
+        self._check_live()
+        if isinstance(candidates, str):
+            raise InvalidInput("candidates", "must be a list of texts or token ids", candidates)
+        many = [self.llm.encode(c, "candidates", add_special_tokens=False) for c in candidates]
+        engine = self.llm.engine
+        for token_ids in many:
+            engine.check_length(len(self) + len(token_ids) - 1)
+        if not many:
+            return []
+        run = HeadScoring(many)
+        try:
+            engine.submit(self._sequence, run)
+            engine.run([run])
+            engine.run(rest for rest in run.rests if rest is not None)
+        finally:
+            engine.abort(self._sequence)
+            for sequence in run.children:
+                engine.release(sequence, prune=True)
+        return run.scores()
+
+    def truncate(self, position: int) -> None:
+        """Forget all but the first `position` tokens, at least one. Children keep what they share."""
+        self._check_live()
+        self._sequence.truncate(self._position("position", position, 1))
+        self.output = None
+
+    def release(self) -> None:
+        """Let go of the branch. Its pages stay cached until they are needed. Idempotent."""
+        if not self._released:
+            self._released = True
+            self.llm.engine.release(self._sequence)
+
+    def prune(self) -> int:
+        """Release this branch and all its descendants and free at once what nobody else uses.
+
+        Returns the number of blocks freed. Idempotent.
+        """
+        freed = sum(child.prune() for child in list(self.children))
+        if not self._released:
+            self._released = True
+            freed += self.llm.engine.release(self._sequence, prune=True)
+        if self.parent is not None and self in self.parent.children:
+            self.parent.children.remove(self)
+        return freed
+
+    def promote(self) -> int:
+        """Keep this branch and prune its siblings; returns the blocks freed."""
+        self._check_live()
+        if self.parent is None:
+            return 0
+        return sum(sibling.prune() for sibling in list(self.parent.children) if sibling is not self)
+
+    # -- checks --------------------------------------------------------------------------------------
+
+    def _check_live(self) -> None:
+        if self._released:
+            raise BranchReleased(self.id)
+
+    def _position(self, field: str, value: object, least: int) -> int:
+        try:
+            position = operator.index(value)  # type: ignore[arg-type]
+        except TypeError:
+            raise InvalidInput(field, "must be a whole number", value) from None
+        if isinstance(value, bool) or not least <= position <= len(self):
+            raise InvalidInput(field, f"must be between {least} and {len(self)}, the branch's length", value)
+        return position
+
+
+Request: TypeAlias = tuple[Sequence, Run, list[Generation]]
+
+
+def _params(params: SamplingParams | None, settings: dict[str, Any]) -> SamplingParams:
+    if params is not None and settings:
+        raise InvalidInput("params", f"cannot be given together with {', '.join(sorted(settings))}")
+    try:
+        return SamplingParams(**settings) if params is None else params
+    except TypeError:
+        known = SamplingParams.__dataclass_fields__
+        unknown = sorted(set(settings) - set(known))
+        raise InvalidInput(", ".join(unknown), f"is no setting; there are {', '.join(known)}") from None
+
+
+def _fields(params: SamplingParams) -> dict[str, Any]:
+    return {name: getattr(params, name) for name in SamplingParams.__dataclass_fields__}
+
+
+def _prompts(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
+    """One prompt, or several, as a list: a list of numbers is one prompt of token ids."""
+    if isinstance(prompts, str):
+        return [prompts]
+    many = list(prompts)
+    if many and not all(isinstance(one, (str, Seq)) for one in many):
+        return [many]  # type: ignore[list-item]
+    return many  # type: ignore[return-value]
+
+
+def _check_count(field: str, n: object) -> None:
+    if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= 1 << 16:
+        raise InvalidInput(field, f"must be between 1 and {1 << 16}", n)

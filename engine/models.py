@@ -1,0 +1,208 @@
+"""A loaded model: one forward pass over a flat batch of tokens, with attention left to the caller.
+
+It owns the transformers module. It never knows about blocks, branches or requests.
+"""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ramet.engine.errors import InvalidInput, ModelNotFound, UnsupportedModel
+from ramet.engine.model_attention import (
+    ATTEND_KWARG,
+    ATTENTION_NAME,
+    Attend,
+    AttendCall,
+    ModelShape,
+    OutsideStep,
+    attend_to_self,
+    register_attention,
+)
+from ramet.engine.model_checks import check_model
+from ramet.engine.model_files import DEFAULT_MODEL, LoadedFiles, load_default, load_folder, load_gguf
+from ramet.engine.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class LoadedModel:
+    """A causal language model that is ready to run, and what the engine has to know about it.
+
+    Attributes:
+        module: the transformers model; its attention implementation is ours from now on.
+        tokenizer: None where the model came without one; prompts are then token ids.
+        eos_token_ids: the tokens that end a sequence.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        tokenizer: Tokenizer | None,
+        *,
+        name: str,
+        max_model_len: int | None = None,
+    ) -> None:
+        """Take over a transformers model, which is checked first. Raises UnsupportedModel or InvalidInput."""
+        self.name = name
+        self.shape: ModelShape = check_model(module, name, max_model_len)
+        self.module = module.eval()
+        self.tokenizer = tokenizer
+        self.eos_token_ids = _eos_token_ids(module, tokenizer)
+        self._slices_logits = "logits_to_keep" in inspect.signature(module.forward).parameters
+        register_attention()
+        module.set_attn_implementation(ATTENTION_NAME)
+        self._probe()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the embeddings, and so of queries, keys and values."""
+        return self.module.get_input_embeddings().weight.dtype  # type: ignore[no-any-return]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the embeddings lie, and so where a batch has to be."""
+        return self.module.get_input_embeddings().weight.device  # type: ignore[no-any-return]
+
+    @torch.inference_mode()
+    def forward(self, token_ids: Tensor, positions: Tensor, logits_at: Tensor, attend: Attend) -> Tensor:
+        """Run a flat batch of tokens and return the logits of the asked rows.
+
+        token_ids: [T] int64, the tokens of all sequences one after another; T >= 1.
+        positions: [T] int64, each token's position in its own sequence.
+        logits_at: [R] int64, indices into the T tokens; R may be 0, and then no logits are computed.
+        attend: called once for each layer, in order, with (layer, q [T, H, D], k [T, Hkv, D], v [T, Hkv, D],
+            scale), where the tensors are views; returns [T, H, D].
+        Returns [R, V] in the model's dtype. Raises UnsupportedModel if a layer does not attend as it should.
+        """
+        assert token_ids.ndim == 1 and token_ids.shape == positions.shape, "one position for each token"
+        call = AttendCall(attend, self.shape, self.name)
+        inputs: dict[str, Any] = {
+            "input_ids": token_ids[None],
+            "position_ids": positions[None],
+            "use_cache": False,
+            ATTEND_KWARG: call,
+        }
+        num_rows = logits_at.shape[0]
+        if num_rows == 0:
+            self.module.base_model(**inputs)
+            logits = torch.empty((0, self.shape.vocab_size), dtype=self.dtype, device=self.device)  # [0, V]
+        elif self._slices_logits:
+            logits = self.module(**inputs, logits_to_keep=logits_at).logits[0]  # [R, V]
+        else:
+            logits = self.module(**inputs).logits[0][logits_at]  # [R, V]
+        call.check_complete()
+        assert logits.shape == (num_rows, self.shape.vocab_size), "the head gives a row for each index"
+        return logits
+
+    def _probe(self) -> None:
+        """Run one token, so that a model whose layers do not attend as they should is refused now."""
+        zero = torch.zeros(1, dtype=torch.int64, device=self.device)
+        try:
+            self.forward(zero, zero, zero, attend_to_self)
+        except OutsideStep as error:
+            raise UnsupportedModel(self.name, "its layers do not hand options to their attention") from error
+
+
+def load_model(
+    model: str | Path | nn.Module = DEFAULT_MODEL,
+    tokenizer: Tokenizer | PreTrainedTokenizerBase | None = None,
+    *,
+    device: str | torch.device = "auto",
+    dtype: str | torch.dtype = "auto",
+    max_model_len: int | None = None,
+    cache_dir: str | Path | None = None,
+) -> LoadedModel:
+    """Load a model by name, or take over one that is loaded already.
+
+    model: "smollm2" (the embedded default), a folder, a .gguf file, a hub id, or a transformers model; that
+        one keeps its device and dtype unless others are asked for, and belongs to ramet from then on.
+    tokenizer: instead of the one that comes with the weights.
+    device: "auto" is the first GPU, or else the CPU.
+    dtype: "auto" is bfloat16 where the device multiplies it fast, or else float32.
+    max_model_len: a context limit below the model's own, in tokens.
+    cache_dir: where the embedded model's converted copy lies; None is ``~/.cache/ramet``.
+    Raises ModelNotFound, UnsupportedModel or InvalidInput.
+    """
+    if isinstance(model, nn.Module):
+        files = LoadedFiles(_moved(model, device, dtype), None)
+        name = str(getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__)
+    else:
+        name = str(model)
+        target = _device(device)
+        cache = None if cache_dir is None else Path(cache_dir)
+        files = _load_named(name, _dtype(dtype, target), max_model_len, cache)
+        files = files._replace(module=files.module.to(target))
+    found = files.tokenizer if tokenizer is None else tokenizer
+    if found is not None and not isinstance(found, Tokenizer):
+        found = Tokenizer(found)
+    return LoadedModel(files.module, found, name=name, max_model_len=max_model_len)
+
+
+def _load_named(
+    name: str, dtype: torch.dtype, max_model_len: int | None, cache_dir: Path | None
+) -> LoadedFiles:
+    if name == DEFAULT_MODEL:
+        return load_default(dtype, cache_dir)
+    path = Path(name).expanduser()
+    if name.endswith(".gguf"):
+        return load_gguf(path, dtype, max_model_len)
+    if path.is_dir():
+        return load_folder(str(path), dtype, max_model_len)
+    if name.startswith(("/", ".", "~")) or path.is_file():
+        raise ModelNotFound(name, "give a folder with a model, a .gguf file, a hub id, or 'smollm2'")
+    return load_folder(name, dtype, max_model_len)
+
+
+def _moved(module: nn.Module, device: str | torch.device, dtype: str | torch.dtype) -> nn.Module:
+    if device != "auto":
+        module = module.to(_device(device))
+    if dtype != "auto":
+        module = module.to(_dtype(dtype, torch.device("cpu")))
+    return module
+
+
+def _device(device: str | torch.device) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise InvalidInput("device", 'must be "auto" or a torch device such as "cuda:0"', device) from error
+
+
+def _dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
+    if dtype == "auto":
+        is_fast = _gpu_has_bf16() if device.type == "cuda" else _cpu_has_bf16()
+        return torch.bfloat16 if is_fast else torch.float32
+    chosen = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if chosen not in _DTYPES.values():
+        raise InvalidInput("dtype", 'must be "auto", "float32", "bfloat16" or "float16"', dtype)
+    assert chosen is not None, "None is not among the dtypes"
+    return chosen
+
+
+def _gpu_has_bf16() -> bool:
+    return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+
+
+def _cpu_has_bf16() -> bool:
+    """Whether this CPU multiplies bfloat16 in hardware; torch's checks are private, so they may be absent."""
+    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(check() for name in names if (check := getattr(torch.cpu, name, None)) is not None)
+
+
+def _eos_token_ids(module: Any, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """The end tokens that the generation config, the config and the tokenizer name, together."""
+    found: set[int] = set() if tokenizer is None else set(tokenizer.eos_token_ids)
+    for config in (getattr(module, "generation_config", None), module.config):
+        eos = getattr(config, "eos_token_id", None)
+        found.update([eos] if isinstance(eos, int) else eos or ())
+    return frozenset(found)

@@ -1,0 +1,70 @@
+"""What comes back from the engine: choices, outputs, scores, and pieces of a stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ramet.engine.sampler import TokenLogprob
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass
+class Choice:
+    """One generated continuation.
+
+    `token_ids` holds every generated token, also those of a stop string, which `text` leaves out.
+    """
+
+    index: int = 0
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    token_logprobs: list[float] = field(default_factory=list)  # natural log, one for each token
+    logprobs: list[list[TokenLogprob]] | None = None  # the likeliest tokens at each place, if asked for
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the token id or the string that ended it
+
+    @property
+    def cumulative_logprob(self) -> float:
+        return sum(self.token_logprobs)
+
+    @property
+    def mean_logprob(self) -> float:
+        """Log-probability a token; 0 before the first."""
+        return self.cumulative_logprob / len(self.token_logprobs) if self.token_logprobs else 0.0
+
+
+@dataclass
+class Output:
+    """A prompt and what was generated from it."""
+
+    prompt_token_ids: list[int]
+    num_cached_tokens: int  # of the prompt, found in the cache; at most one less than there are
+    choices: list[Choice]
+
+
+@dataclass(frozen=True)
+class Score:
+    """How likely one continuation of a branch is."""
+
+    token_ids: list[int]
+    token_logprobs: list[float]  # natural log, one for each token
+
+    @property
+    def logprob(self) -> float:
+        return sum(self.token_logprobs)
+
+    @property
+    def mean_logprob(self) -> float:
+        return self.logprob / len(self.token_logprobs)
+
+
+@dataclass(frozen=True)
+class Delta:
+    """A piece of a stream: joined, the texts of one index are the text of its choice."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None

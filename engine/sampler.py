@@ -1,0 +1,188 @@
+"""Chooses the next token of every row from its logits.
+
+A row's result depends on its own logits, settings, seed and position alone: never on the other rows, nor on
+what was drawn before. It keeps no state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ramet.engine.errors import BadLogits
+
+# Below these a draw could not tell the likeliest token from certainty, and exp() would only see 0 and 1.
+_GREEDY_TEMPERATURE = 1e-5
+_GREEDY_TOP_P = 1e-7
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+
+
+class RowSampling(NamedTuple):
+    """How one row is sampled."""
+
+    temperature: float  # 0 is greedy
+    top_k: int  # 0, -1 or at least the vocabulary's size is off
+    top_p: float  # 0 is greedy, 1 is off
+    seed: int  # of the branch's own random stream
+    position: int  # of the token to be drawn, in the branch's output: which number of the stream is used
+    logprobs: int | None = None  # how many of the likeliest tokens to report; None is none
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether only the likeliest token can come out."""
+        return self.temperature < _GREEDY_TEMPERATURE or self.top_p < _GREEDY_TOP_P or self.top_k == 1
+
+
+class TokenLogprob(NamedTuple):
+    """A token and the log of its probability before temperature and filters."""
+
+    token_id: int
+    logprob: float
+
+
+class Sampled(NamedTuple):
+    """One entry for each row."""
+
+    token_ids: list[int]
+    logprobs: list[float]  # of the chosen tokens, from the raw logits
+    top_logprobs: list[list[TokenLogprob] | None]  # likeliest first; the chosen token is always among them
+
+
+def sample(logits: Tensor, rows: Sequence[RowSampling]) -> Sampled:
+    """Choose a token for each row.
+
+    logits: [R, V], any float dtype. rows: R settings, in the order of the logits.
+    Raises BadLogits, which names the rows, where a row holds NaN, +inf, or nothing above -inf.
+    """
+    assert logits.ndim == 2 and logits.shape[0] == len(rows), "one row of logits for each row of settings"
+    if not rows:
+        return Sampled([], [], [])
+    logits = logits.float()  # [R, V]
+    token_ids = logits.argmax(dim=-1)  # [R]; the lowest id where several are equal
+    _check_finite(logits.gather(1, token_ids[:, None])[:, 0])
+    drawn = [index for index, row in enumerate(rows) if not row.is_greedy]
+    if drawn:
+        index = torch.tensor(drawn, device=logits.device)
+        token_ids[index] = _draw(logits[index], [rows[i] for i in drawn])
+    raw = torch.log_softmax(logits, dim=-1)  # [R, V]
+    chosen = raw.gather(1, token_ids[:, None])[:, 0].tolist()
+    ids: list[int] = token_ids.tolist()
+    top = [
+        None if row.logprobs is None else _top_logprobs(raw[i], row.logprobs, ids[i])
+        for i, row in enumerate(rows)
+    ]
+    return Sampled(ids, chosen, top)
+
+
+def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """Numbers in [0, 1) with 53 random bits, each a function of its own seed and position alone.
+
+    Each seed has a splitmix64 generator with a start and a step of its own, read at any position.
+    """
+    keys = np.array([seed & (2**64 - 1) for seed in seeds], dtype=np.uint64)
+    steps = np.array(positions, dtype=np.uint64) + np.uint64(1)
+    with np.errstate(over="ignore"):  # Arithmetic modulo 2**64 is what is meant.
+        start = _mix64(keys + _GAMMA)
+        step = _mix64(start ^ _GAMMA) | np.uint64(1)
+        bits = _mix64(start + step * steps)
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix64(x: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+    """The finaliser of splitmix64, for a whole array; the caller silences the overflow."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _draw(logits: Tensor, rows: Sequence[RowSampling]) -> Tensor:
+    """Token ids [F] for the rows that are drawn at random; logits [F, V] fp32.
+
+    The inverse of the cumulative distribution, in the order of the vocabulary.
+    """
+    weights = _weights(logits, rows)  # [F, V] fp32, the likeliest token has 1
+    vocab_size = logits.shape[1]
+    filtered = [i for i, row in enumerate(rows) if row.top_p < 1.0 or 0 < row.top_k < vocab_size]
+    if filtered:
+        at = torch.tensor(filtered, device=logits.device)
+        weights[at] *= _kept(logits[at], [rows[i] for i in filtered])
+    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
+    number = uniforms([row.seed for row in rows], [row.position for row in rows])
+    total = cumulative[:, -1:]
+    target = torch.from_numpy(number).to(logits.device)[:, None] * total
+    # The first token whose cumulative weight exceeds the target, so never one with weight 0. Rounding may
+    # lift the target to the total itself; then it is the last token that has any weight.
+    target = torch.minimum(target, total.nextafter(torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, target, right=True)[:, 0]
+
+
+def _weights(logits: Tensor, rows: Sequence[RowSampling]) -> Tensor:
+    """exp((logits - highest) / temperature), [F, V] fp32: no temperature can make it overflow."""
+    temperature = _column(logits, [row.temperature for row in rows])
+    return (logits - logits.amax(dim=-1, keepdim=True)).div_(temperature).exp_()
+
+
+def _kept(logits: Tensor, rows: Sequence[RowSampling]) -> Tensor:
+    """Which tokens stay, bools [F, V]: the top_k likeliest, of those the fewest that hold top_p."""
+    num_kept, threshold = _threshold(logits, rows)
+    kept = logits >= threshold
+    if bool((kept.sum(dim=-1, keepdim=True) == num_kept).all()):
+        return kept
+    # Several tokens have the lowest logit that stays: of those, the lowest ids stay.
+    above = logits > threshold
+    equal = logits == threshold
+    return above | (equal & (equal.cumsum(dim=-1) <= num_kept - above.sum(dim=-1, keepdim=True)))
+
+
+def _threshold(logits: Tensor, rows: Sequence[RowSampling]) -> tuple[Tensor, Tensor]:
+    """How many tokens of each row stay, int64 [F, 1], and the lowest logit among them, [F, 1]."""
+    vocab_size = logits.shape[1]
+    top_k = [row.top_k if 0 < row.top_k < vocab_size else vocab_size for row in rows]
+    # A row's sorted values, unlike its sorted ids, are the same for any width, so other rows cannot change
+    # them.
+    values = _sorted(logits)[:, : max(top_k)]  # [F, width], descending
+    limit = torch.tensor(top_k, device=logits.device)[:, None]  # [F, 1]
+    mass = _weights(values, rows).cumsum(dim=-1, dtype=torch.float64)
+    share = torch.tensor([row.top_p for row in rows], dtype=torch.float64, device=logits.device)[:, None]
+    wanted = mass.gather(1, limit - 1) * share
+    num_kept = torch.where(share < 1.0, (mass < wanted).sum(dim=-1, keepdim=True) + 1, limit)
+    return num_kept, values.gather(1, num_kept - 1)
+
+
+def _sorted(logits: Tensor) -> Tensor:
+    """The logits [F, V] of each row in descending order."""
+    if (
+        logits.device.type == "cpu"
+    ):  # numpy sorts floats with vector instructions, 15 times faster than torch.
+        return torch.from_numpy(-np.sort(-logits.numpy(), axis=-1))
+    return logits.sort(dim=-1, descending=True).values
+
+
+def _column(like: Tensor, values: list[float]) -> Tensor:
+    """The numbers as a column [F, 1] with the dtype and device of ``like``."""
+    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
+
+
+def _check_finite(highest: Tensor) -> None:
+    """Raise BadLogits for rows whose highest logit [R] is NaN or infinite: no token can be chosen there."""
+    bad = (~torch.isfinite(highest)).nonzero()[:, 0].tolist()
+    if bad:
+        raise BadLogits(tuple(bad))
+
+
+def _top_logprobs(logprobs: Tensor, count: int, chosen: int) -> list[TokenLogprob]:
+    """The ``count`` likeliest tokens of one row [V], ties by id, then the chosen one if it is not there."""
+    count = min(count, logprobs.shape[0])
+    top: list[TokenLogprob] = []
+    if count:
+        lowest = logprobs.topk(count).values[-1]
+        ids = (logprobs >= lowest).nonzero()[:, 0]
+        pairs = zip(ids.tolist(), logprobs[ids].tolist(), strict=True)
+        top = [TokenLogprob(*pair) for pair in sorted(pairs, key=lambda pair: (-pair[1], pair[0]))[:count]]
+    if all(token.token_id != chosen for token in top):
+        top.append(TokenLogprob(chosen, float(logprobs[chosen])))
+    return top

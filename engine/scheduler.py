@@ -1,0 +1,222 @@
+"""Decides what runs in a step, and who makes room when the pool is dry. It touches no tensor.
+
+Decode rows come first, then prefill chunks, oldest first, under one token budget; then waiting requests are
+admitted in order of arrival. When blocks run out: idle cached blocks go (the pages see to that), then idle
+branches are parked, least recently used first, and then the youngest running request is preempted, which is
+parking too. A parked sequence comes back as a prompt of its own tokens.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from ramet.engine.errors import OutOfCapacity
+from ramet.engine.sequence import Sequence
+from ramet.engine.step import Row, Step
+from ramet.radix.accounting import depth_first
+from ramet.radix.prefix_cache import OutOfBlocks, PrefixCache, Reservation
+from ramet.radix.tokens import TOKEN_BYTES, pack
+
+
+class Pick:
+    """One sequence's part of the step that is being put together: tokens [begin, end)."""
+
+    __slots__ = ("begin", "end", "reservation", "sequence")
+
+    def __init__(self, sequence: Sequence, begin: int, end: int) -> None:
+        self.sequence = sequence
+        self.begin = begin
+        self.end = end
+        self.reservation: Reservation | None = None
+
+    @property
+    def num_written(self) -> int:
+        return max(0, self.end - self.sequence.num_computed)
+
+    def row(self) -> Row:
+        sequence = self.sequence
+        assert sequence.run is not None, "a picked sequence runs"
+        wanted = sequence.run.logits_from
+        num_logits = 0 if wanted is None else max(0, self.end - max(wanted, self.begin))
+        tokens = sequence.token_ids[self.begin : self.end]
+        return Row(tokens, self.begin, self.num_written, num_logits, sequence.live_cursor.block_ids())
+
+
+class Scheduled:
+    """A step and whose it is: `picks[i]` is row i of the step."""
+
+    def __init__(self, step: Step, picks: list[Pick], in_order: list[Pick]) -> None:
+        self.step = step
+        self.picks = picks
+        self.in_order = in_order  # of admission, in which the rows are committed
+
+
+class Scheduler:
+    """Queues of sequences over one prefix cache."""
+
+    def __init__(self, cache: PrefixCache, max_batch_tokens: int) -> None:
+        self.cache = cache
+        self.max_batch_tokens = max_batch_tokens
+        self.waiting: deque[Sequence] = deque()
+        self.running: dict[Sequence, None] = {}  # in order of admission
+        self.idle: dict[Sequence, None] = {}  # live branches that nobody runs, least recently used first
+        self.refused: list[tuple[Sequence, OutOfCapacity]] = []
+        self.num_cached_tokens = 0  # of prompts, at their first admission
+        self.num_preemptions = 0
+        self.num_parked_idle = 0
+
+    # -- sequences come and go ---------------------------------------------------------------------
+
+    def submit(self, sequence: Sequence) -> None:
+        """Queue a sequence that has a run."""
+        self.idle.pop(sequence, None)
+        self.waiting.append(sequence)
+
+    def start_now(self, sequence: Sequence) -> None:
+        """Let a live fork of a running sequence run without waiting: it needs no block yet."""
+        sequence.live_cursor.keep_row()
+        self.running[sequence] = None
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence, wherever it is."""
+        self.running.pop(sequence, None)
+        self.idle.pop(sequence, None)
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+
+    def rest(self, sequence: Sequence) -> None:
+        """The sequence's run has ended and its branch stays: it is the most recently used idle one."""
+        self.remove(sequence)
+        if sequence.is_live:
+            sequence.live_cursor.row = None
+            self.idle[sequence] = None
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    # -- a step --------------------------------------------------------------------------------------
+
+    def schedule(self) -> Scheduled | None:
+        """The next step, with its blocks reserved; None if there is nothing to run."""
+        picks = self._pick_running()
+        while not self._reserve(picks):
+            if not self._park_idle(None):
+                self._preempt()
+            picks = self._pick_running()
+        self._admit(picks)
+        if not picks:
+            return None
+        order, shared = depth_first([p.sequence.live_cursor for p in picks], self.cache.block_size)
+        rows = [picks[index] for index in order]
+        return Scheduled(Step([pick.row() for pick in rows], shared), rows, picks)
+
+    def commit(self, scheduled: Scheduled) -> None:
+        """The step has run: its tokens have KV now, and full blocks are published."""
+        for pick in scheduled.in_order:
+            if pick.reservation is not None:
+                sequence = pick.sequence
+                written = sequence.token_ids[sequence.num_computed : pick.end]
+                self.cache.commit(pick.reservation, pack(written))
+
+    def cancel(self, scheduled: Scheduled) -> None:
+        """The step has not run: give its blocks back."""
+        for pick in scheduled.in_order:
+            if pick.reservation is not None:
+                self.cache.cancel(pick.reservation)
+
+    def _pick_running(self) -> list[Pick]:
+        """What the running sequences compute next: first rows of one token, then chunks, oldest first."""
+        budget = self.max_batch_tokens
+        picks = []
+        decoding = [s for s in self.running if s.num_to_do <= 1]
+        for sequence in [*decoding, *(s for s in self.running if s.num_to_do > 1)]:
+            if budget == 0:
+                break
+            pick = self._pick(sequence, budget)
+            budget -= pick.end - pick.begin
+            picks.append(pick)
+        return picks
+
+    def _pick(self, sequence: Sequence, budget: int) -> Pick:
+        assert sequence.run is not None, "a sequence in the scheduler has a run"
+        begin = sequence.num_computed
+        if sequence.run.logits_from is not None:
+            begin = min(begin, sequence.run.logits_from)  # these tokens run again as queries only
+        return Pick(sequence, begin, min(len(sequence.token_ids), begin + budget))
+
+    def _reserve(self, picks: list[Pick]) -> bool:
+        """Take the blocks that `picks` write to, all or none."""
+        writers = [pick for pick in picks if pick.num_written]
+        try:
+            reserved = self.cache.reserve([(p.sequence.live_cursor, p.num_written) for p in writers])
+        except OutOfBlocks:
+            return False
+        for pick, reservation in zip(writers, reserved, strict=True):
+            pick.reservation = reservation
+        return True
+
+    # -- admission -----------------------------------------------------------------------------------
+
+    def _admit(self, picks: list[Pick]) -> None:
+        """Start waiting sequences, oldest first, as long as there are tokens in the budget and blocks."""
+        budget = self.max_batch_tokens - sum(pick.end - pick.begin for pick in picks)
+        while self.waiting and budget > 0:
+            sequence = self.waiting[0]
+            pick = self._start(sequence, budget)
+            if pick is not None:
+                self.waiting.popleft()
+                self.running[sequence] = None
+                picks.append(pick)
+                budget -= pick.end - pick.begin
+            elif not self._park_idle(sequence):
+                if picks:
+                    return  # what runs will make room
+                if not self._park(sequence):
+                    self.waiting.popleft()
+                    self._refuse(sequence)
+
+    def _start(self, sequence: Sequence, budget: int) -> Pick | None:
+        """Give a waiting sequence its cursor and the blocks of its first chunk; None if there is no room."""
+        if not sequence.is_live:
+            tokens = pack(sequence.token_ids)
+            cursor = self.cache.admit(sequence.namespace, tokens, sequence.cursor)
+            if cursor is None:
+                return None
+            sequence.cursor = cursor
+            if sequence.num_cached_tokens is None:
+                # The last token of a prompt always runs, so that there are logits.
+                sequence.num_cached_tokens = min(cursor.length, len(tokens) // TOKEN_BYTES - 1)
+                self.num_cached_tokens += sequence.num_cached_tokens
+        sequence.live_cursor.keep_row()
+        pick = self._pick(sequence, budget)
+        return pick if self._reserve([pick]) else None
+
+    # -- making room -----------------------------------------------------------------------------------
+
+    def _park_idle(self, wanting: Sequence | None) -> bool:
+        """Park the least recently used idle branch, or else the youngest that waits with its blocks held."""
+        for sequence in self.idle:
+            self.num_parked_idle += 1
+            return self._park(sequence)
+        return any(self._park(sequence) for sequence in reversed(self.waiting) if sequence is not wanting)
+
+    def _park(self, sequence: Sequence) -> bool:
+        """Turn a live branch's blocks into idle cache; False if it holds none."""
+        if not sequence.is_live:
+            return False
+        sequence.live_cursor.park()
+        self.idle.pop(sequence, None)
+        return True
+
+    def _preempt(self) -> None:
+        """Park the youngest running sequence and put it first in the queue."""
+        victim = max(self.running, key=lambda sequence: sequence.arrival)
+        del self.running[victim]
+        self._park(victim)
+        self.waiting.appendleft(victim)
+        self.num_preemptions += 1
+
+    def _refuse(self, sequence: Sequence) -> None:
+        needed = -(-len(sequence.token_ids) // self.cache.block_size)
+        self.refused.append((sequence, OutOfCapacity(needed, self.cache.pool.num_blocks)))

@@ -1,0 +1,73 @@
+"""One branch as the engine sees it: all of its tokens, its place in the pages, and what it is asked to do."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable
+from typing import TYPE_CHECKING
+
+from ramet.radix.cursor import Cursor, State
+
+if TYPE_CHECKING:
+    from ramet.engine.runs import Run
+
+_ids = itertools.count(1)
+
+
+class Sequence:
+    """Tokens with, for some leading part of them, KV.
+
+    `token_ids[:num_computed]` have KV while the cursor is live; the rest is *to do*: new text, sampled tokens
+    that were not fed yet, or what is to be recomputed after parking.
+    """
+
+    __slots__ = ("arrival", "cursor", "id", "keep", "namespace", "num_cached_tokens", "run", "token_ids")
+
+    def __init__(self, token_ids: list[int], namespace: Hashable, *, keep: bool) -> None:
+        self.id = next(_ids)
+        self.token_ids = token_ids
+        self.namespace = namespace
+        self.keep = keep  # whether somebody holds a handle: if not, the end of its run is its own
+        self.cursor: Cursor | None = None  # None until first admitted
+        self.run: Run | None = None  # None while idle
+        self.arrival: tuple[int, ...] = ()  # orders requests; a fork comes right after what it came from
+        self.num_cached_tokens: int | None = None  # of the prompt, at the first admission
+
+    @property
+    def is_live(self) -> bool:
+        return self.cursor is not None and self.cursor.state is State.LIVE
+
+    @property
+    def live_cursor(self) -> Cursor:
+        """The cursor of a sequence that is known to be live."""
+        assert self.cursor is not None and self.cursor.state is State.LIVE, "the sequence holds no blocks"
+        return self.cursor
+
+    @property
+    def num_computed(self) -> int:
+        """Leading tokens that have KV now."""
+        return self.live_cursor.length if self.is_live else 0
+
+    @property
+    def num_to_do(self) -> int:
+        return len(self.token_ids) - self.num_computed
+
+    def fork(self, at: int | None = None, *, keep: bool) -> Sequence:
+        """A sequence with the same tokens, or the first `at` of them, on the same pages."""
+        position = len(self.token_ids) if at is None else at
+        child = Sequence(self.token_ids[:position], self.namespace, keep=keep)
+        if self.is_live:
+            child.cursor = self.live_cursor.fork(min(position, self.num_computed))
+        return child
+
+    def truncate(self, position: int) -> None:
+        """Forget all but the first `position` tokens."""
+        del self.token_ids[position:]
+        if self.cursor is None:
+            return
+        if self.cursor.state is State.PARKED and position < self.cursor.length:
+            # Its place is deeper than its tokens now; it finds what is cached again as a new prompt would.
+            self.cursor.release()
+            self.cursor = None
+        elif position < self.num_computed:
+            self.cursor.truncate(position)
