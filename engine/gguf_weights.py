@@ -47,11 +47,17 @@ def read_gguf_model(path: Path, dtype: torch.dtype, max_model_len: int | None = 
     return model_class.from_pretrained(None, config=config, state_dict=weights, dtype=dtype).eval()
 
 
-def read_gguf_tokenizer(path: Path) -> Any:
-    """The file's tokenizer, with its chat template, as a transformers tokenizer."""
+def read_gguf_tokenizer(path: Path, config: Any) -> Any:
+    """The file's tokenizer, with its chat template; ``config`` is the file's own configuration."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    tokenizer: Any = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    # Some versions of transformers read these from the file for the configuration only, and guess here.
+    for name in ("bos_token", "eos_token", "pad_token"):
+        token_id = getattr(config, f"{name}_id", None)
+        if isinstance(token_id, int):
+            setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(token_id))
+    return tokenizer
 
 
 def _read_weights(path: Path, config: Any, skeleton: Any, dtype: torch.dtype) -> dict[str, Tensor]:

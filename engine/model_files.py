@@ -87,7 +87,8 @@ def load_gguf(path: Path, dtype: torch.dtype, max_model_len: int | None = None) 
     if not path.is_file():
         raise ModelNotFound(str(path), "there is no such file")
     with _quiet_progress():
-        return LoadedFiles(read_gguf_model(path, dtype, max_model_len), read_gguf_tokenizer(path))
+        module = read_gguf_model(path, dtype, max_model_len)
+        return LoadedFiles(module, read_gguf_tokenizer(path, module.config))
 
 
 def load_folder(source: str, dtype: torch.dtype, max_model_len: int | None = None) -> LoadedFiles:
@@ -101,7 +102,7 @@ def load_folder(source: str, dtype: torch.dtype, max_model_len: int | None = Non
         config = AutoConfig.from_pretrained(source, local_files_only=local)
         check_config(config, source, max_model_len)  # Before gigabytes are read for nothing.
         with _quiet_progress():
-            module, report = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source, config=config, dtype=dtype, local_files_only=local, output_loading_info=True
             )
     except OSError as error:
@@ -113,6 +114,7 @@ def load_folder(source: str, dtype: torch.dtype, max_model_len: int | None = Non
         if isinstance(error, InvalidInput):
             raise
         raise UnsupportedModel(source, f"transformers cannot read it ({_first_line(error)})") from error
+    module, report = loaded
     # Transformers fills what is missing with random numbers, and only logs that it did.
     if lacking := sorted(report["missing_keys"]):
         raise UnsupportedModel(source, f"its files lack {len(lacking)} weights, such as {lacking[0]}")

@@ -13,7 +13,6 @@ from ramet.engine.models import LoadedModel
 from ramet.engine.step import Row, Step
 from ramet.kernels import attention
 from ramet.kernels.kv_pool import KVPool
-from ramet.kernels.plan import Planner
 from ramet.radix.prefix_cache import Copy
 
 
@@ -35,7 +34,7 @@ class ModelRunner:
     def __init__(self, model: LoadedModel, pool: KVPool) -> None:
         self.model = model
         self.pool = pool
-        self._planner = Planner(pool.block_size)
+        self._planner = attention.planner(pool)
 
     def copy_blocks(self, copies: Sequence[Copy]) -> None:
         self.pool.copy_blocks(copies)

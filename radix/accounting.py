@@ -192,7 +192,7 @@ def _check_tree(cache: PrefixCache, cursors: list[Cursor], owners: list[int]) ->
         cached += len(node.blocks)
         evictable += 0 if live[node] else len(node.blocks)
         per_space[node.space] += len(node.blocks)
-        idle += node.idle_key is not None
+        idle += node.idle_entry is not None
         for block in node.blocks:
             owners[block] += 1
     assert set(resting) | set(seated) <= set(nodes), "a branch rests on a node that left the tree"
@@ -215,12 +215,14 @@ def _check_node(cache: PrefixCache, node: Node) -> None:
         assert list(node.ranked) == sorted(resident), "the ordered children differ from the children"
     assert node.ranked is not None or len(resident) <= 8, "a wide node is not ordered"
     leaf = not node.live and bool(node.blocks) and not resident
-    assert leaf == (node.idle_key is not None), "evictable leaves are exactly those in the ordered set"
-    assert not leaf or tree._idle[node.idle_key] is node, "the ordered set names another node"
+    assert leaf == (node.idle_entry is not None), "evictable leaves are exactly those in the ordered set"
+    if node.idle_entry is not None:
+        assert node.idle_entry[-1] is node and node.idle_entry in tree._idle, "a leaf lost its entry"
+    )
     if node.parent is None:
         assert not node.key and (node.cursors or node.seats or node.children), "a root that nobody needs"
         return
-    assert node.parent.children[bytes(node.key[:size])] is node, "a child is filed under another key"
+    assert node.first == node.key[:size] and node.parent.children[node.first] is node, "a child is misfiled"
     assert node.space is node.parent.space, "a node crossed into another namespace"
     assert node.start == node.parent.end, "positions do not join"
     assert node.blocks or node.seats or node.children, "a ghost that nobody needs"

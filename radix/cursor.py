@@ -138,8 +138,10 @@ class Cursor:
         """Release, and free at once what this branch added and nobody else uses.
 
         Goes up no further than `base`: the fork position or hit length, lowered by truncate, rounded down to
-        a block. Returns the exact number of blocks freed.
+        a block. Returns the exact number of blocks freed; a branch that was released before adds nothing.
         """
+        if self.state is State.RELEASED:
+            return 0
         tree, node = self.cache.tree, self.node
         free_before = self.cache.pool.num_free
         while node.parent is not None and not node.blocks:
@@ -221,11 +223,10 @@ class Cursor:
 
         Takes one block if the last block is borrowed or shared. The copy is queued, not done.
         """
-        if self.borrows:
-            self._copy_borrowed()
-            return
         tail = self.tail
         if tail is None:
+            if self.length < self.node.end:
+                self._copy_borrowed()
             return
         filled = (self.length - self.node.end) * TOKEN_BYTES
         if tail.owners > 1:

@@ -134,17 +134,19 @@ class PrefixCache:
     # -- a step ------------------------------------------------------------------------------------
 
     def num_needed(self, writes: Iterable[tuple[Cursor, int]]) -> int:
-        """Blocks that `reserve` would take for (branch, number of tokens) pairs."""
+        """Blocks that `reserve` would take for (branch, number of tokens) pairs, each at least one."""
         size = self.block_size
         total = 0
         writers: dict[Tail, int] = {}
         for cursor, num_tokens in writes:
-            held = cursor.length // size if cursor.borrows else -(-cursor.length // size)
-            total += -(-(cursor.length + num_tokens) // size) - held
-            if cursor.tail is not None and cursor.tail.owners > 1:
-                writers[cursor.tail] = writers.get(cursor.tail, 0) + 1
-        # The last owner that writes does so in place, if no owner stays behind.
-        return total + sum(min(count, tail.owners - 1) for tail, count in writers.items())
+            total += _num_missing(cursor, num_tokens, size)
+            tail = cursor.tail
+            if tail is not None and tail.owners > 1:
+                writers[tail] = writers.get(tail, 0) + 1
+        if writers:
+            # The last owner that writes does so in place, if no owner stays behind.
+            total += sum(min(count, tail.owners - 1) for tail, count in writers.items())
+        return total
 
     def reserve(self, writes: Sequence[tuple[Cursor, int]]) -> list[Reservation]:
         """Take the blocks that each branch needs to write so many tokens more (at least one).
@@ -152,27 +154,30 @@ class PrefixCache:
         Copies are queued for blocks that others share. Raises OutOfBlocks before any change.
         """
         needed = self.num_needed(writes)
-        taken_over: list[Cursor] = []
+        if needed > self.pool.num_free:
+            self._make_room(writes, needed)
+        return [self._reserve(cursor, num_tokens) for cursor, num_tokens in writes]
+
+    def _make_room(self, writes: Sequence[tuple[Cursor, int]], needed: int) -> None:
+        """Evict, and take over borrowed blocks where even that would not do."""
         short = needed - self.num_available
+        taken_over: list[Cursor] = []
         if short > 0:
             taken_over = [cursor for cursor, _ in writes if cursor.can_take_over()][:short]
             if len(taken_over) < short:
                 raise OutOfBlocks(needed, self.num_available)
-            needed -= len(taken_over)
-        while self.pool.num_free < needed:
-            self.tree.evict(1)
+        while (missing := needed - len(taken_over) - self.pool.num_free) > 0:
+            self.tree.evict(missing)  # again, if it was the source of a copy in flight
         for cursor in taken_over:
             cursor.take_over()
-        return [self._reserve(cursor, num_tokens) for cursor, num_tokens in writes]
 
     def _reserve(self, cursor: Cursor, num_tokens: int) -> Reservation:
         assert num_tokens > 0, "a reservation is for at least one token"
-        size = self.block_size
         cursor.own_tail()
-        missing = -(-(cursor.length + num_tokens) // size) - -(-cursor.length // size)
-        blocks = [self.pool.take() for _ in range(missing)]
+        missing = _num_missing(cursor, num_tokens, self.block_size)
+        blocks = [self.pool.take() for _ in range(missing)] if missing else []
         if cursor.row is not None:
-            cursor.row.extend(blocks)
+            cursor.row += blocks
         reservation = Reservation(cursor, blocks, num_tokens)
         if cursor.tail is not None:
             cursor.tail.joined = reservation.joined
@@ -266,3 +271,8 @@ class PrefixCache:
     def _return_blocks(self, reservation: Reservation) -> None:
         for block in reservation.blocks:
             self.pool.drop(block)
+
+
+def _num_missing(cursor: Cursor, num_tokens: int, block_size: int) -> int:
+    """Blocks for so many tokens more: one for each border that they cross, and one if none is open."""
+    return (cursor.length % block_size + num_tokens - 1) // block_size + (cursor.tail is None)

@@ -55,11 +55,12 @@ def _agreed_blocks(child: Node, key: bytearray, done: int, total: int, size: int
     most = min(len(child.key) // size, total - done)
     if child.key[: most * size] == key[done * size : (done + most) * size]:
         return most
-    for agreed in range(1, most):
-        theirs = child.key[agreed * size : (agreed + 1) * size]
-        if theirs != key[(done + agreed) * size : (done + agreed + 1) * size]:
-            return agreed
-    return most
+    at, agreed = done * size, 1
+    while (
+        child.key[agreed * size : (agreed + 1) * size] == key[at + agreed * size : at + (agreed + 1) * size]
+    ):
+        agreed += 1
+    return agreed
 
 
 def _can_slide(node: Node) -> bool:

@@ -7,9 +7,10 @@ cursor.py) and keep the path above them from eviction. The tree knows no tails, 
 from __future__ import annotations
 
 from collections.abc import Hashable
+from itertools import islice
 from typing import NamedTuple
 
-from sortedcontainers import SortedDict, SortedList
+from sortedcontainers import SortedList
 
 from ramet.radix.block_pool import BlockPool
 from ramet.radix.eviction import EvictionPolicy
@@ -42,8 +43,9 @@ class Node:
         "children",  # first block of a child's key -> child
         "cursors",  # live branches that rest here
         "end",  # position after the last token of the key
+        "first",  # first block of the key: what the parent files the node under
         "hits",  # times that a prompt was attached here
-        "idle_key",  # the key in the tree's ordered set, None when not evictable
+        "idle_entry",  # what stands for it in the tree's ordered set, None when not evictable
         "key",  # token ids as bytes
         "last",  # logical time of the last use
         "live",  # own cursors + children with live > 0; the node is protected iff this is positive
@@ -64,6 +66,7 @@ class Node:
         self.key = key
         self.blocks = blocks
         self.end = end
+        self.first = b""  # a root is filed nowhere
         self.children: dict[bytes, Node] = {}
         self.ranked: SortedList | None = None
         self.num_resident = 0
@@ -72,12 +75,16 @@ class Node:
         self.live = 0
         self.last = 0
         self.hits = 0
-        self.idle_key: tuple[float, int, int] | None = None
+        self.idle_entry: IdleEntry | None = None
 
     @property
     def start(self) -> int:
         """Position of the first token of the key."""
         return self.end - len(self.key) // TOKEN_BYTES
+
+
+# (priority, last, uid, node): the order of eviction. A uid is unique, so nodes themselves are never compared.
+IdleEntry = tuple[float, int, int, Node]
 
 
 class Match(NamedTuple):
@@ -106,7 +113,7 @@ class RadixTree:
         self.num_evictable = 0  # those of them in nodes without live branches
         self.num_splits = 0
         self.num_evicted = 0
-        self._idle = SortedDict()  # (priority, last, uid) -> evictable leaf
+        self._idle = SortedList()  # the IdleEntry of each evictable leaf
         self._clock = 0
         self._uid = 0
 
@@ -169,13 +176,16 @@ class RadixTree:
                 if count > longest:
                     best, longest = node.children[key], count
             return best, longest
-        # In byte order the longest agreement stands next to where `wanted` would be.
-        at = node.ranked.bisect_left(wanted)
-        near = node.ranked[max(at - 1, 0) : at + 1]
+        # In byte order the longest agreement stands next to where `wanted` would be. No positions are asked
+        # for: a sorted list that was never asked for one keeps no index of them up to date.
+        near = [
+            *islice(node.ranked.irange(maximum=wanted, reverse=True), 1),
+            *islice(node.ranked.irange(minimum=wanted), 1),
+        ]
         longest = max(common_tokens(wanted, 0, key, 0, most) for key in near)
         if not longest:
             return None, 0
-        first = node.ranked[node.ranked.bisect_left(wanted[: longest * TOKEN_BYTES])]
+        first = next(node.ranked.irange(minimum=wanted[: longest * TOKEN_BYTES]))
         return node.children[first], longest
 
     def whole_blocks(self, match: Match) -> Match:
@@ -233,14 +243,19 @@ class RadixTree:
         self._collect(node)
 
     def _enter_idle(self, node: Node) -> None:
-        if node.idle_key is None and not node.live and not node.num_resident and node.blocks:
-            node.idle_key = (self.policy.priority(node), node.last, node.uid)
-            self._idle[node.idle_key] = node
+        if node.idle_entry is None and not node.live and not node.num_resident and node.blocks:
+            node.idle_entry = (self.policy.priority(node), node.last, node.uid, node)
+            self._idle.add(node.idle_entry)
 
     def _leave_idle(self, node: Node) -> None:
-        if node.idle_key is not None:
-            del self._idle[node.idle_key]
-            node.idle_key = None
+        entry = node.idle_entry
+        if entry is None:
+            return
+        node.idle_entry = None
+        if entry is self._idle[0]:
+            self._idle.pop(0)  # what is evicted stands first: no search
+        else:
+            self._idle.remove(entry)
 
     # -- eviction --------------------------------------------------------------------------------------
 
@@ -249,9 +264,9 @@ class RadixTree:
 
         Returns how many were freed. O(log n) a block, whatever the number of leaves.
         """
-        freed = 0
-        while freed < num_blocks and self._idle:
-            self.pop_block(self._idle.peekitem(0)[1])
+        freed, idle = 0, self._idle
+        while freed < num_blocks and idle:
+            self.pop_block(idle[0][-1])
             freed += 1
         self.num_evicted += freed
         return freed
@@ -262,11 +277,11 @@ class RadixTree:
         self.pool.drop(node.blocks.pop())
         self.num_evictable -= 1
         self._count(node, -1)
-        if not node.seats and not node.children:
-            self._trim(node)
         if not node.blocks:
             self._leave_idle(node)
             self._lost_last_block(node)
+        elif not node.seats and not node.children:
+            self._trim(node)
 
     def detach_last_block(self, node: Node) -> int:
         """Take the last block of a leaf out of the tree, for the one branch that stands on it."""
@@ -283,12 +298,12 @@ class RadixTree:
     def _lost_last_block(self, node: Node) -> None:
         parent = node.parent
         assert parent is not None, "a root never holds blocks"
-        self._child_left(parent, bytes(node.key[: self.block_bytes]))
+        self._child_left(parent, node.first)
         if not parent.num_resident and parent.parent is not None:
             # What was used below was used here: without this a cold parent would go before its turn.
             parent.last = max(parent.last, node.last)
             parent.hits = max(parent.hits, node.hits)
-        self._enter_idle(parent)
+            self._enter_idle(parent)
         self._collect(node)
 
     # -- structure -----------------------------------------------------------------------------------------
@@ -322,16 +337,14 @@ class RadixTree:
         cut = num_blocks * self.block_bytes
         parent = node.parent
         assert parent is not None and 0 < cut < len(node.key), "a split falls inside a node"
-        upper = self._new_node(parent, node.key[:cut], node.blocks[:num_blocks])
+        upper = self._new_node(parent, node.first, node.key[:cut], node.blocks[:num_blocks])
         upper.last, upper.hits = node.last, node.hits
-        parent.children[bytes(upper.key[: self.block_bytes])] = upper
         del node.key[:cut]
         del node.blocks[:num_blocks]
-        upper.children[bytes(node.key[: self.block_bytes])] = node
-        node.parent = upper
+        self._file(node, upper, bytes(node.key[: self.block_bytes]))
         upper.live = 1 if node.live else 0
         upper.num_resident = 1 if node.blocks else 0
-        if node.idle_key is not None and not node.blocks:
+        if node.idle_entry is not None and not node.blocks:
             self._leave_idle(node)
             self._enter_idle(upper)
         self.num_splits += 1
@@ -360,18 +373,17 @@ class RadixTree:
         low.key = bytearray().join(node.key for node in run)
         low.last = max(node.last for node in run)
         low.hits = max(node.hits for node in run)
-        low.parent = parent
-        parent.children[bytes(low.key[: self.block_bytes])] = low
+        self._file(low, parent, run[0].first)
         for node in run[:-1]:
-            _cut_links(node)
+            # Out of every cycle, so that reference counting frees it at once.
+            node.parent = None
+            node.children = {}
 
     def add_child(self, parent: Node, key: bytearray, blocks: list[int]) -> Node:
         """A new child of a protected node. The caller locks it."""
-        child = self._new_node(parent, key, blocks)
+        child = self._new_node(parent, bytes(key[: self.block_bytes]), key, blocks)
         child.last = self._clock
-        first = bytes(key[: self.block_bytes])
-        parent.children[first] = child
-        self._child_arrived(parent, first)
+        self._child_arrived(parent, child.first)
         self._count(child, len(blocks))
         self.num_evictable += len(blocks)  # until the caller's lock takes them out again
         return child
@@ -389,7 +401,7 @@ class RadixTree:
         assert node.live, "only a branch that stands here brings blocks"
         assert node.parent is not None, "a root holds no tokens"
         if not node.blocks:
-            self._child_arrived(node.parent, bytes(node.key[: self.block_bytes]))
+            self._child_arrived(node.parent, node.first)
         node.blocks.extend(blocks)
         self._count(node, len(blocks))
 
@@ -409,16 +421,25 @@ class RadixTree:
         del child.blocks[:num_blocks]
         if not child.live:
             self.num_evictable -= num_blocks
-        node.children = {bytes(child.key[: self.block_bytes]): child}
+        node.children = {}
         node.ranked = None
+        self._file(child, node, bytes(child.key[: self.block_bytes]))
         if not child.blocks:
             self._leave_idle(child)
             node.num_resident = 0
         return moved
 
-    def _new_node(self, parent: Node, key: bytearray, blocks: list[int]) -> Node:
+    def _new_node(self, parent: Node, first: bytes, key: bytearray, blocks: list[int]) -> Node:
         self._uid += 1
-        return Node(self._uid, parent, parent.space, key, blocks, parent.end + len(key) // TOKEN_BYTES)
+        node = Node(self._uid, parent, parent.space, key, blocks, parent.end + len(key) // TOKEN_BYTES)
+        self._file(node, parent, first)
+        return node
+
+    def _file(self, node: Node, parent: Node, first: bytes) -> None:
+        """Make `node` the child of `parent` whose key starts with the block `first`."""
+        node.parent = parent
+        node.first = first
+        parent.children[first] = node
 
     def _count(self, node: Node, num_blocks: int) -> None:
         self.num_cached += num_blocks
@@ -459,18 +480,11 @@ class RadixTree:
             if node.blocks:
                 self._trim(node)
                 return
-            del parent.children[bytes(node.key[: self.block_bytes])]
-            _cut_links(node)
+            del parent.children[node.first]
+            node.parent = None
             node = parent
 
     def collect_root(self, node: Node) -> None:
         """Remove a root that the last cursor has left and that holds nothing."""
         if node.parent is None:
             self._collect(node)
-
-
-def _cut_links(node: Node) -> None:
-    """Take a removed node out of every cycle, so that reference counting frees it at once."""
-    node.parent = None
-    node.children = {}
-    node.ranked = None

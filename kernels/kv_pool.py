@@ -1,0 +1,137 @@
+"""The memory of the KV cache: one allocation for K and V of all layers and blocks, made once.
+
+It knows slots and blocks, never tokens or branches: what is stored where is decided above.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+GATHER_BYTES = 4 << 20  # about two L2 caches of a core: what is gathered is still near when it is read
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros, not empty: a slot that nobody wrote yet must hold a finite number.
+
+    On the CPU they come from the operating system, which hands out pages as they are first written;
+    torch.zeros would touch gigabytes before the first request.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    raw = torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8))
+    return raw.view(dtype).view(shape)
+
+
+class KVPool:
+    """K and V in one tensor [num_layers, 2, Hkv, N, B, D].
+
+    The layout is head-major: all slots of one KV head lie side by side, so that the gather of any set of
+    slots is one index_select for K and V of all heads, and what it yields is dense for the attention kernel.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        assert min(num_layers, num_blocks, num_kv_heads, head_dim, block_size) > 0, "a pool holds something"
+        self.num_layers = num_layers
+        self.num_blocks = num_blocks
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.block_size = block_size
+        self.dtype = dtype
+        self.device = torch.device(device)
+        shape = (num_layers, 2, num_kv_heads, num_blocks, block_size, head_dim)
+        self.storage = _zeros(shape, dtype, self.device)
+        self.data_ptr = self.storage.data_ptr()
+        # Views are made once; making one costs as much as a small operation, and each layer needs some.
+        by_slot = self.storage.view(num_layers, 2, num_kv_heads, num_blocks * block_size, head_dim)
+        self._key_slots = list(by_slot.select(1, 0).unbind(0))  # each [Hkv, N*B, D]
+        self._value_slots = list(by_slot.select(1, 1).unbind(0))  # each [Hkv, N*B, D]
+        self._slots = list(by_slot.flatten(1, 2).unbind(0))  # each [2*Hkv, N*B, D]
+        self._all_blocks = self.storage.view(-1, num_blocks, block_size * head_dim)
+        self._blocks = list(self.storage.view(num_layers, 2 * num_kv_heads, num_blocks, -1).unbind(0))
+        self._make_gather_buffers()
+
+    def _make_gather_buffers(self) -> None:
+        """The room that gathered K and V pass through, made here so that no step allocates it."""
+        self.max_gather_slots, self.gather_buffer = self._gather_buffer(self.dtype)
+        self.max_widened_slots, self.widened_buffer = self.max_gather_slots, self.gather_buffer
+        if self.dtype != torch.float32:
+            self.max_widened_slots, self.widened_buffer = self._gather_buffer(torch.float32)
+
+    def _gather_buffer(self, dtype: torch.dtype) -> tuple[int, torch.Tensor]:
+        """Room for a whole number of blocks of one layer: how many slots, and the buffer, flat."""
+        slot_numel = 2 * self.num_kv_heads * self.head_dim
+        num_blocks = max(GATHER_BYTES // (slot_numel * dtype.itemsize * self.block_size), 1)
+        num_slots = num_blocks * self.block_size
+        return num_slots, torch.empty(num_slots * slot_numel, dtype=dtype, device=self.device)
+
+    @staticmethod
+    def block_nbytes(
+        num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
+    ) -> int:
+        """The bytes of one block over all layers, K and V: what a pool of N blocks costs, divided by N."""
+        return num_layers * 2 * num_kv_heads * block_size * head_dim * dtype.itemsize
+
+    @property
+    def bytes_per_block(self) -> int:
+        return self.block_nbytes(
+            self.num_layers, self.num_kv_heads, self.head_dim, self.block_size, self.dtype
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return self.num_blocks * self.bytes_per_block
+
+    def key(self, layer: int) -> torch.Tensor:
+        """K of a layer [Hkv, N, B, D], a view."""
+        return self.storage[layer, 0]
+
+    def value(self, layer: int) -> torch.Tensor:
+        """V of a layer [Hkv, N, B, D], a view."""
+        return self.storage[layer, 1]
+
+    def slots(self, layer: int) -> torch.Tensor:
+        """K, then V, of a layer by slot [2*Hkv, N*B, D], a view."""
+        return self._slots[layer]
+
+    def blocks(self, layer: int) -> torch.Tensor:
+        """K, then V, of a layer by block [2*Hkv, N, B*D], a view."""
+        return self._blocks[layer]
+
+    def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store k, v [T, Hkv, D] at `slots` [T] int64. No slot is named twice and none is negative."""
+        self._key_slots[layer].index_copy_(1, slots, k.transpose(0, 1))
+        self._value_slots[layer].index_copy_(1, slots, v.transpose(0, 1))
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        """Copy blocks over all layers, K and V; a copy is (source, destination, slots filled in the source).
+
+        Whole blocks are copied, which is fewer operations; slots past the filled ones hold what no row reads.
+        """
+        if not copies:
+            return
+        sources = [source for source, _, _ in copies]
+        destinations = [destination for _, destination, _ in copies]
+        assert len(set(destinations)) == len(destinations), "two copies write one block"
+        assert not set(sources) & set(destinations), "a block is read and written by one batch of copies"
+        assert all(0 <= n <= self.block_size for _, _, n in copies), "a copy fills more than a block"
+        source_ids = torch.tensor(sources, dtype=torch.int64, device=self.device)
+        destination_ids = torch.tensor(destinations, dtype=torch.int64, device=self.device)
+        self._all_blocks.index_copy_(1, destination_ids, self._all_blocks.index_select(1, source_ids))
+
+    def check(self) -> None:
+        """Assert that the pool still is the one allocation that it was made with."""
+        assert self.storage.data_ptr() == self.data_ptr, "the pool moved"
+        assert self.storage.untyped_storage().nbytes() == self.nbytes, "the pool is more than one allocation"

@@ -1,0 +1,167 @@
+"""What attention has to read in a step, and for whom: shared segments once, private segments row by row.
+
+Plain numpy and no device: each attention path turns a plan into its own work list. Nothing here reads a block
+id; a segment names rows and positions in their block tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+Ints = Sequence[int] | IntArray
+
+
+class Segment(NamedTuple):
+    """Blocks [block0, block1) of the tables of rows [row0, row1), read once for all of these rows.
+
+    All rows hold the same block ids there and all their queries see all the slots, so no mask is needed.
+    """
+
+    level: int  # how many segments lie above it on the path: its part index, the same for all its rows
+    row0: int
+    row1: int
+    block0: int
+    block1: int
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """Covers each (row, block) exactly once.
+
+    Row i attends over the shared segments that contain it, in path order, and then over its private segment:
+    positions [private_block0[i] * B, kv_lens[i]), causally. Its queries are tokens
+    [query_starts[i], query_starts[i + 1]) of the flat batch and sit at its last query_lens[i] positions.
+    """
+
+    block_size: int
+    block_tables: Sequence[Sequence[int]]  # S rows of block ids, kept as they came
+    query_lens: IntArray  # [S]
+    kv_lens: IntArray  # [S]
+    query_starts: IntArray  # [S + 1]
+    private_block0: IntArray  # [S]
+    segments: tuple[Segment, ...]  # by level, then by row: a segment stands after those above it
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.query_lens)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.query_starts[-1])
+
+    @property
+    def num_tokens_saved(self) -> int:
+        """KV tokens that are not read again, a layer, because a segment is read once for its rows."""
+        blocks = sum((s.block1 - s.block0) * (s.row1 - s.row0 - 1) for s in self.segments)
+        return blocks * self.block_size
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Makes plans. A shared segment that does not pay for itself is left to its rows.
+
+    It pays if the tokens that are not read again, a layer, are at least `min_shared_tokens_saved` and at
+    least `min_shared_fraction` of what its rows would read from there on. What suits a pool is the path's to
+    say: see ramet.kernels.attention.planner.
+    """
+
+    block_size: int
+    min_shared_tokens_saved: int = 128
+    min_shared_fraction: float = 0.0
+
+    def plan(
+        self,
+        block_tables: Sequence[Sequence[int]],
+        query_lens: Ints,
+        kv_lens: Ints,
+        num_shared_blocks: Ints,
+    ) -> AttentionPlan:
+        """Plan a step for S rows in depth-first order of the tree.
+
+        `kv_lens` counts what the last query of a row sees, itself included. `num_shared_blocks[i]` is the
+        number of leading blocks that row i has in common with row i - 1 (0 for the first): all that is needed
+        to know the tree.
+        """
+        queries = np.asarray(query_lens, dtype=np.int64)
+        lens = np.asarray(kv_lens, dtype=np.int64)
+        common = np.asarray(num_shared_blocks, dtype=np.int64)
+        self._check(block_tables, queries, lens, common)
+        # A block is shared at most as far as every query of the row sees all of it.
+        visible = (lens - queries + 1) // self.block_size
+        depths = np.zeros(len(lens) + 1, dtype=np.int64)
+        depths[1:-1] = np.minimum(common[1:], np.minimum(visible[1:], visible[:-1]))
+        segments, private = self._fold(_intervals(depths), lens)
+        starts = np.zeros(len(lens) + 1, dtype=np.int64)
+        np.cumsum(queries, out=starts[1:])
+        return AttentionPlan(self.block_size, block_tables, queries, lens, starts, private, segments)
+
+    def _check(
+        self, block_tables: Sequence[Sequence[int]], queries: IntArray, lens: IntArray, common: IntArray
+    ) -> None:
+        assert len(block_tables) == len(queries) == len(lens) == len(common), "the inputs differ in rows"
+        assert len(lens) > 0, "a step has at least one row"
+        assert common[0] == 0, "the first row has no row before it"
+        assert queries.min() >= 1, "a row has at least one query"
+        assert (queries <= lens).all(), "a row has more queries than KV"
+
+    def _fold(
+        self, intervals: list[tuple[int, int, int]], lens: IntArray
+    ) -> tuple[tuple[Segment, ...], IntArray]:
+        """Keep the intervals that pay; the blocks of the others go to what lies below them.
+
+        Sorted by depth, an interval comes after those around it, so `covered` of its first row is what they
+        have taken already. Lists, not arrays: they are read one number at a time.
+        """
+        covered, levels = [0] * len(lens), [0] * len(lens)
+        ends = [0, *np.cumsum(lens).tolist()]
+        kept: list[tuple[int, int, int, int, int]] = []
+        least = max(self.min_shared_tokens_saved, 1)
+        for block1, row0, row1 in sorted(intervals):
+            block0, num_rows = covered[row0], row1 - row0
+            saved = (block1 - block0) * (num_rows - 1) * self.block_size
+            unread = ends[row1] - ends[row0] - block0 * num_rows * self.block_size
+            if saved < max(least, self.min_shared_fraction * unread):
+                continue
+            level = levels[row0]
+            kept.append((level, row0, row1, block0, block1))
+            covered[row0:row1] = [block1] * num_rows
+            levels[row0:row1] = [level + 1] * num_rows
+        return tuple(map(Segment._make, sorted(kept))), np.array(covered, dtype=np.int64)
+
+
+def _intervals(depths: IntArray) -> list[tuple[int, int, int]]:
+    """The inner nodes of the tree, as (block1, row0, row1), from the depths that neighbours share.
+
+    depths[i] is what rows i - 1 and i share; depths[0] and depths[S] are 0. An interval is a longest run of
+    rows that share block1 blocks. Only places where the depth changes can open or close one.
+    """
+    changes = np.flatnonzero(depths[1:] != depths[:-1]) + 1
+    found: list[tuple[int, int, int]] = []
+    open_rows: list[int] = []
+    open_depths: list[int] = [0]
+    for i, depth in zip(changes.tolist(), depths[changes].tolist(), strict=True):
+        row0 = i - 1
+        while open_depths[-1] > depth:
+            row0 = open_rows.pop()
+            found.append((open_depths.pop(), row0, i))
+        if depth > open_depths[-1]:
+            open_rows.append(row0)
+            open_depths.append(depth)
+    return found
+
+
+def shared_with_previous(block_tables: Sequence[Sequence[int]]) -> list[int]:
+    """How many leading blocks each row has in common with the row before it, found by comparing ids."""
+    shared = [0]
+    for before, row in pairwise(block_tables):
+        depth = min(len(before), len(row))
+        differs = (i for i in range(depth) if before[i] != row[i])
+        shared.append(next(differs, depth))
+    return shared

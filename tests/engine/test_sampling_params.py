@@ -1,0 +1,97 @@
+"""SamplingParams: what is accepted, what is refused and by which name, and the seeds of the choices."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ramet.engine.errors import InvalidInput, RametError
+from ramet.engine.sampling_params import SamplingParams, derive_seed
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("n", [0, -1, 129, 10**6, True, 1.0, "2", None]),
+        ("temperature", [-1, -1e-9, float("nan"), float("inf"), -float("inf"), "0.5", True, None]),
+        ("top_k", [-2, 1.5, "1", True, None]),
+        ("top_p", [-0.1, 1.1, float("nan"), float("inf"), "0.5", True, None]),
+        ("seed", [2**64, -(2**63) - 1, 0.5, "7", True]),
+        ("max_tokens", [0, -1, 1.5, True, "8"]),
+        ("stop", ["", ["a", ""], ["a"] * 17, 7, [7], {"a"}, "\ud83d", b"a"]),
+        ("stop_token_ids", [[-1], [True], [1.5], 7, "7", list(range(65))]),
+        ("ignore_eos", [1, "true", None]),
+        ("logprobs", [-1, 21, True, 1.5]),
+    ],
+)
+def test_refused_values_name_the_field(field: str, values: list[Any]) -> None:
+    for value in values:
+        with pytest.raises(InvalidInput) as caught:
+            SamplingParams(**{field: value})
+        assert caught.value.field == field
+        assert str(caught.value).startswith(f"{field} must ")
+        assert isinstance(caught.value, RametError)
+        assert isinstance(caught.value, ValueError)
+
+
+def test_message_names_the_limit_and_the_value() -> None:
+    with pytest.raises(InvalidInput, match=r"^max_tokens must be >= 1, got 0$"):
+        SamplingParams(max_tokens=0)
+    with pytest.raises(InvalidInput, match=r"^n must be between 1 and 128, got 1000000$"):
+        SamplingParams(n=10**6)
+
+
+def test_message_stays_short_for_huge_values() -> None:
+    with pytest.raises(InvalidInput) as caught:
+        SamplingParams(stop=["", "x" * 10**6])
+    assert len(str(caught.value)) < 200
+    with pytest.raises(InvalidInput) as caught:
+        SamplingParams(temperature="9" * 10**6)  # type: ignore[arg-type]
+    assert len(str(caught.value)) < 200
+
+
+def test_accepted_extremes() -> None:
+    SamplingParams(
+        n=128, temperature=1e30, top_k=10**9, top_p=0, seed=2**64 - 1, max_tokens=None, logprobs=20
+    )
+    SamplingParams(temperature=1e-8, top_k=-1, top_p=1, seed=-(2**63), max_tokens=1, logprobs=0)
+    SamplingParams(temperature=np.float32(0.5), top_k=np.int64(4), seed=np.uint64(7))  # type: ignore[arg-type]
+
+
+def test_temperature_beyond_a_float_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="temperature"):
+        SamplingParams(temperature=10**400)
+
+
+def test_stops_are_a_tuple_that_cannot_change() -> None:
+    words = ["a", "b"]
+    ids = [1, 2]
+    params = SamplingParams(stop=words, stop_token_ids=ids)
+    words.append("")
+    ids.append(-1)
+    assert params.stops == ("a", "b")
+    assert params.stop_token_ids == (1, 2)
+    assert SamplingParams(stop="x").stops == ("x",)
+    assert SamplingParams().stops == ()
+    hash(params)
+    assert dataclasses.replace(params, n=2).stops == ("a", "b")
+
+
+def test_each_choice_has_its_own_seed() -> None:
+    params = SamplingParams(n=128, seed=7)
+    seeds = [params.child_seed(index) for index in range(128)]
+    assert seeds[0] == 7
+    assert len(set(seeds)) == 128
+    assert SamplingParams(n=1, seed=7).child_seed(0) == 7
+    # A choice keeps its stream when there are more or fewer of them.
+    assert SamplingParams(n=4, seed=7).child_seed(3) == seeds[3]
+    assert SamplingParams(n=2).child_seed(1) is None
+
+
+def test_derived_seeds_of_neighbours_do_not_meet() -> None:
+    seeds = {derive_seed(seed, index) for seed in range(-100, 100) for index in range(100)}
+    assert len(seeds) == 200 * 100
+    assert all(-100 <= seed < 2**64 for seed in seeds)
