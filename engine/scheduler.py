@@ -148,6 +148,8 @@ class Scheduler:
     def _reserve(self, picks: list[Pick]) -> bool:
         """Take the blocks that `picks` write to, all or none."""
         writers = [pick for pick in picks if pick.num_written]
+        if not writers:
+            return True
         try:
             reserved = self.cache.reserve([(p.sequence.live_cursor, p.num_written) for p in writers])
         except OutOfBlocks:

@@ -31,8 +31,12 @@ def depth_first(cursors: Sequence[Cursor], block_size: int) -> DepthFirst:
         node: Node | None = cursor.node
         while node is not None and node not in rows_at:
             rows_at[node] = []
-            children.setdefault(node.parent, []).append(node)
-            node = node.parent
+            parent = node.parent
+            if parent in children:
+                children[parent].append(node)
+            else:
+                children[parent] = [node]
+            node = parent
         rows_at[cursor.node].append(index)
     order: list[int] = []
     shared: list[int] = []
@@ -40,13 +44,14 @@ def depth_first(cursors: Sequence[Cursor], block_size: int) -> DepthFirst:
     stack = children[None][::-1]
     while stack:
         node = stack.pop()
-        common = min(common, node.start)
+        if common and node.start < common:
+            common = node.start
         for index in rows_at[node]:
             order.append(index)
             shared.append(common // block_size)
             common = node.end
         if node in children:
-            stack.extend(reversed(children[node]))
+            stack += reversed(children[node])
     return DepthFirst(order, shared)
 
 
@@ -218,7 +223,6 @@ def _check_node(cache: PrefixCache, node: Node) -> None:
     assert leaf == (node.idle_entry is not None), "evictable leaves are exactly those in the ordered set"
     if node.idle_entry is not None:
         assert node.idle_entry[-1] is node and node.idle_entry in tree._idle, "a leaf lost its entry"
-    )
     if node.parent is None:
         assert not node.key and (node.cursors or node.seats or node.children), "a root that nobody needs"
         return

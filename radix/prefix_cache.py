@@ -218,22 +218,17 @@ class PrefixCache:
         assert not self.copies, "copies run before the writes of their step"
         assert num_tokens == reservation.num_tokens, "a step writes what was reserved for it"
         tail, size = cursor.tail, self.tree.block_bytes
-        blocks = reservation.blocks
-        if tail is None:
-            key = bytearray(tokens)
-        else:
-            tail.tokens += tokens
-            key = tail.tokens
-            blocks = [tail.block, *blocks]
+        key = bytearray() if tail is None else tail.tokens
+        key += tokens
         cursor.length += num_tokens
+        if tail is not None and len(key) < size:
+            return  # the open block stays open
+        blocks = reservation.blocks if tail is None else [tail.block, *reservation.blocks]
         num_full = len(key) // size
-        if num_full == 0:
-            if tail is None:
-                cursor.tail = Tail(blocks[0], key)
-            return
         rest = key[num_full * size :]
         cursor.tail = Tail(blocks[num_full], rest) if rest else None
-        self._publish(reservation, tail, key[: num_full * size], blocks[:num_full])
+        if num_full:
+            self._publish(reservation, tail, key[: num_full * size], blocks[:num_full])
 
     def _publish(
         self, reservation: Reservation, tail: Tail | None, key: bytearray, blocks: list[int]

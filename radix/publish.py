@@ -55,11 +55,10 @@ def _agreed_blocks(child: Node, key: bytearray, done: int, total: int, size: int
     most = min(len(child.key) // size, total - done)
     if child.key[: most * size] == key[done * size : (done + most) * size]:
         return most
-    at, agreed = done * size, 1
-    while (
-        child.key[agreed * size : (agreed + 1) * size] == key[at + agreed * size : at + (agreed + 1) * size]
-    ):
+    agreed, at = 1, (done + 1) * size
+    while child.key[agreed * size : (agreed + 1) * size] == key[at : at + size]:
         agreed += 1
+        at += size
     return agreed
 
 

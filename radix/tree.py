@@ -248,14 +248,9 @@ class RadixTree:
             self._idle.add(node.idle_entry)
 
     def _leave_idle(self, node: Node) -> None:
-        entry = node.idle_entry
-        if entry is None:
-            return
-        node.idle_entry = None
-        if entry is self._idle[0]:
-            self._idle.pop(0)  # what is evicted stands first: no search
-        else:
-            self._idle.remove(entry)
+        if node.idle_entry is not None:
+            self._idle.remove(node.idle_entry)
+            node.idle_entry = None
 
     # -- eviction --------------------------------------------------------------------------------------
 
@@ -264,20 +259,24 @@ class RadixTree:
 
         Returns how many were freed. O(log n) a block, whatever the number of leaves.
         """
-        freed, idle = 0, self._idle
-        while freed < num_blocks and idle:
-            self.pop_block(idle[0][-1])
-            freed += 1
+        freed = min(num_blocks, self.num_evictable)  # below whatever is not protected there is an idle leaf
+        for _ in range(freed):
+            node = self._idle[0][-1]
+            if len(node.blocks) == 1:
+                self._idle.pop(0)  # it stands first: no search
+                node.idle_entry = None
+            self.pop_block(node)
         self.num_evicted += freed
         return freed
 
     def pop_block(self, node: Node) -> None:
         """Free the last block of an unprotected leaf."""
         assert not node.live and not node.num_resident, "only the end of an idle leaf can go"
-        self.pool.drop(node.blocks.pop())
+        blocks = node.blocks
+        self.pool.drop(blocks.pop())
         self.num_evictable -= 1
         self._count(node, -1)
-        if not node.blocks:
+        if not blocks:
             self._leave_idle(node)
             self._lost_last_block(node)
         elif not node.seats and not node.children:
@@ -298,7 +297,11 @@ class RadixTree:
     def _lost_last_block(self, node: Node) -> None:
         parent = node.parent
         assert parent is not None, "a root never holds blocks"
-        self._child_left(parent, node.first)
+        parent.num_resident -= 1
+        if parent.num_resident < _RANK_BELOW:
+            parent.ranked = None
+        elif parent.ranked is not None:
+            parent.ranked.remove(node.first)
         if not parent.num_resident and parent.parent is not None:
             # What was used below was used here: without this a cold parent would go before its turn.
             parent.last = max(parent.last, node.last)
@@ -454,14 +457,6 @@ class RadixTree:
             parent.ranked = SortedList(
                 key for key, child in parent.children.items() if child.blocks or key == first
             )
-
-    def _child_left(self, parent: Node, first: bytes) -> None:
-        """A child of `parent` has lost its last block."""
-        parent.num_resident -= 1
-        if parent.num_resident < _RANK_BELOW:
-            parent.ranked = None
-        elif parent.ranked is not None:
-            parent.ranked.remove(first)
 
     def _trim(self, node: Node) -> None:
         """Forget the ghost tokens at the end of a node that has a block left."""

@@ -6,11 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from ramet import LLM
 from ramet.testing import check_invariants, tiny_llama
 
 MakeLLM = Callable[..., LLM]
+
+# The models are small: on shared cores a second thread costs more in waiting than it computes.
+torch.set_num_threads(1)
 
 
 def checked(llm: LLM) -> LLM:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from ramet.radix.accounting import check
 from ramet.radix.cursor import State
 from ramet.radix.prefix_cache import Copy, OutOfBlocks
 from ramet.radix.tokens import pack, unpack
@@ -72,6 +73,7 @@ def test_a_copy_holds_its_source(make_sim: MakeSim) -> None:
     sim.cache.cancel(*sim.cache.reserve([(child, 1)]))
     parent.release()
     assert sim.refs == [1, 2, 0, 0], "its owner is gone, the copy has not run"
+    check(sim.cache, sim.branches)
     assert sim.free == 2
     sim.run_copies()
     assert sim.refs == [0, 1, 0, 0]
