@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Hashable, Iterable, Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
@@ -170,7 +169,7 @@ class Engine:
     def step(self) -> None:
         """Run one batch: what is decided, computed, committed, and made of the logits."""
         scheduled = self.scheduler.schedule()
-        self._end_refused()
+        self._end_at_once()
         if scheduled is not None:
             logits = self._compute(scheduled)
             if logits is not None:
@@ -291,7 +290,11 @@ class Engine:
         sequence.run.fail(failure)
         self._end(sequence)
 
-    def _end_refused(self) -> None:
+    def _end_at_once(self) -> None:
+        """End what the scheduler found to need no step, or to be beyond help."""
+        for sequence in self.scheduler.complete:
+            self._finish(sequence)
+        self.scheduler.complete.clear()
         for sequence, error in self.scheduler.refused:
             assert sequence.run is not None, "only a run is refused"
             sequence.run.fail(error)

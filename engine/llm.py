@@ -6,8 +6,7 @@ Everything here blocks until it is done; several branches that are asked in one 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -258,18 +257,24 @@ class Branch:
     """One branch of a tree: a past that it shares with its relatives, and a future of its own.
 
     Made by `LLM.branch`, `fork` and `expand`. A branch that runs out of pages keeps its tokens and computes
-    them again when it is used.
+    them again when it is used. As a context manager it is pruned at the end.
     """
 
     def __init__(self, llm: LLM, sequence: Sequence, parent: Branch | None) -> None:
         self.llm = llm
         self.parent = parent
-        self.children: list[Branch] = []
+        self._children: dict[Branch, None] = {}
         self.output: Choice | None = None  # what the last generate, expand or step gave
         self._sequence = sequence
         self._released = False
         if parent is not None:
-            parent.children.append(self)
+            parent._children[self] = None
+
+    def __enter__(self) -> Branch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.prune()
 
     def __repr__(self) -> str:
         state = "released" if self._released else "live" if self._sequence.is_live else "parked"
@@ -280,6 +285,11 @@ class Branch:
     @property
     def id(self) -> int:
         return self._sequence.id
+
+    @property
+    def children(self) -> list[Branch]:
+        """The branches forked from this one that were not released, or have such children themselves."""
+        return list(self._children)
 
     @property
     def token_ids(self) -> list[int]:
@@ -428,21 +438,28 @@ class Branch:
 
     def release(self) -> None:
         """Let go of the branch. Its pages stay cached until they are needed. Idempotent."""
-        if not self._released:
-            self._released = True
-            self.llm.engine.release(self._sequence)
+        self._let_go(prune=False)
 
     def prune(self) -> int:
         """Release this branch and all its descendants and free at once what nobody else uses.
 
         Returns the number of blocks freed. Idempotent.
         """
-        freed = sum(child.prune() for child in list(self.children))
+        family = [self]
+        for branch in family:  # grows as it goes: parents before children
+            family.extend(branch._children)
+        return sum(branch._let_go(prune=True) for branch in reversed(family))
+
+    def _let_go(self, *, prune: bool) -> int:
+        freed = 0
         if not self._released:
             self._released = True
-            freed += self.llm.engine.release(self._sequence, prune=True)
-        if self.parent is not None and self in self.parent.children:
-            self.parent.children.remove(self)
+            freed = self.llm.engine.release(self._sequence, prune=prune)
+        branch: Branch | None = self
+        while branch is not None and branch._released and not branch._children:
+            if branch.parent is not None:
+                branch.parent._children.pop(branch, None)
+            branch = branch.parent
         return freed
 
     def promote(self) -> int:
@@ -450,7 +467,7 @@ class Branch:
         self._check_live()
         if self.parent is None:
             return 0
-        return sum(sibling.prune() for sibling in list(self.parent.children) if sibling is not self)
+        return sum(sibling.prune() for sibling in self.parent.children if sibling is not self)
 
     # -- checks --------------------------------------------------------------------------------------
 

@@ -60,7 +60,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: dict[Sequence, None] = {}  # in order of admission
         self.idle: dict[Sequence, None] = {}  # live branches that nobody runs, least recently used first
-        self.refused: list[tuple[Sequence, OutOfCapacity]] = []
+        self.refused: list[tuple[Sequence, OutOfCapacity]] = []  # can never fit; the engine tells them
+        self.complete: list[Sequence] = []  # had nothing to compute: all of it was cached
         self.num_cached_tokens = 0  # of prompts, at their first admission
         self.num_preemptions = 0
         self.num_parked_idle = 0
@@ -169,6 +170,9 @@ class Scheduler:
             if pick is not None:
                 self.waiting.popleft()
                 self.running[sequence] = None
+                if pick.begin == pick.end:
+                    self.complete.append(sequence)
+                    continue
                 picks.append(pick)
                 budget -= pick.end - pick.begin
             elif not self._park_idle(sequence):

@@ -156,7 +156,20 @@ class PrefixCache:
         needed = self.num_needed(writes)
         if needed > self.pool.num_free:
             self._make_room(writes, needed)
-        return [self._reserve(cursor, num_tokens) for cursor, num_tokens in writes]
+        reservations = []
+        for cursor, num_tokens in writes:
+            assert num_tokens > 0, "a reservation is for at least one token"
+            cursor.own_tail()
+            missing = _num_missing(cursor, num_tokens, self.block_size)
+            blocks = [self.pool.take() for _ in range(missing)] if missing else []
+            if cursor.row is not None:
+                cursor.row += blocks
+            reservation = Reservation(cursor, blocks, num_tokens)
+            if cursor.tail is not None:
+                cursor.tail.joined = reservation.joined
+            reservations.append(reservation)
+        self.reservations.update(reservations)
+        return reservations
 
     def _make_room(self, writes: Sequence[tuple[Cursor, int]], needed: int) -> None:
         """Evict, and take over borrowed blocks where even that would not do."""
@@ -170,19 +183,6 @@ class PrefixCache:
             self.tree.evict(missing)  # again, if it was the source of a copy in flight
         for cursor in taken_over:
             cursor.take_over()
-
-    def _reserve(self, cursor: Cursor, num_tokens: int) -> Reservation:
-        assert num_tokens > 0, "a reservation is for at least one token"
-        cursor.own_tail()
-        missing = _num_missing(cursor, num_tokens, self.block_size)
-        blocks = [self.pool.take() for _ in range(missing)] if missing else []
-        if cursor.row is not None:
-            cursor.row += blocks
-        reservation = Reservation(cursor, blocks, num_tokens)
-        if cursor.tail is not None:
-            cursor.tail.joined = reservation.joined
-        self.reservations.add(reservation)
-        return reservation
 
     def copy_of(self, block: int, num_slots: int) -> int:
         """Take a block and queue a copy of `block` into it. Both are held until the copy is done."""

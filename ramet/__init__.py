@@ -11,23 +11,35 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ramet.engine.errors import (
         BranchReleased as BranchReleased,
+        InvalidInput as InvalidInput,
+        ModelNotFound as ModelNotFound,
         OutOfCapacity as OutOfCapacity,
         RametError as RametError,
+        StepFailed as StepFailed,
         UnsupportedModel as UnsupportedModel,
     )
     from ramet.engine.llm import LLM as LLM, Branch as Branch
+    from ramet.engine.outputs import Choice as Choice, Delta as Delta, Output as Output, Score as Score
     from ramet.engine.sampling_params import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
 
+_ERRORS = "ramet.engine.errors"
 _HOME_OF = {
     "LLM": "ramet.engine.llm",
     "Branch": "ramet.engine.llm",
+    "Choice": "ramet.engine.outputs",
+    "Delta": "ramet.engine.outputs",
+    "Output": "ramet.engine.outputs",
+    "Score": "ramet.engine.outputs",
     "SamplingParams": "ramet.engine.sampling_params",
-    "RametError": "ramet.engine.errors",
-    "OutOfCapacity": "ramet.engine.errors",
-    "BranchReleased": "ramet.engine.errors",
-    "UnsupportedModel": "ramet.engine.errors",
+    "RametError": _ERRORS,
+    "BranchReleased": _ERRORS,
+    "InvalidInput": _ERRORS,
+    "ModelNotFound": _ERRORS,
+    "OutOfCapacity": _ERRORS,
+    "StepFailed": _ERRORS,
+    "UnsupportedModel": _ERRORS,
 }
 
 __all__ = ["__version__", *sorted(_HOME_OF)]

@@ -1,0 +1,269 @@
+"""The Python interface: what its verbs promise, and what bad input gives."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ramet import LLM, BranchReleased, InvalidInput, OutOfCapacity, SamplingParams
+from ramet.testing import ScriptedModel, check_idle
+
+MakeLLM = Callable[..., LLM]
+PROMPT = random.Random(0).choices(range(512), k=40)
+
+
+def test_a_whole_prompt_that_is_cached_needs_no_step(make_tiny: MakeLLM) -> None:
+    llm = make_tiny()
+    first = llm.branch(PROMPT[:32])
+    steps = llm.stats().num_steps
+    second = llm.branch(PROMPT[:32])
+    assert llm.stats().num_steps == steps
+    assert second.block_table == first.block_table == ([0, 1], 16)
+
+
+def test_fork_takes_no_block_and_diverges_by_one_copy_each(make_tiny: MakeLLM) -> None:
+    llm = make_tiny()
+    root = llm.branch(PROMPT)
+    free = llm.stats().pages.num_free
+    kids = root.fork(3)
+    assert llm.stats().pages.num_free == free
+    assert all(kid.block_table == root.block_table for kid in kids)
+    llm.step(kids, temperature=1.0, seed=1)
+    assert llm.stats().pages.num_copies == 0, "the last prompt token ran as a query only"
+    llm.step(kids, temperature=1.0, seed=1)
+    assert llm.stats().pages.num_copies == 3, "the parent keeps the block that the three copied"
+    assert llm.stats().pages.num_free == free - 3
+
+
+def test_expand_computes_the_parents_tokens_once(make_tiny: MakeLLM) -> None:
+    llm = make_tiny()
+    root = llm.branch(PROMPT)
+    root.extend(PROMPT[:20])
+    before = llm.stats().num_computed_tokens
+    kids = root.expand(n=8, max_tokens=1, temperature=1.0)
+    assert llm.stats().num_computed_tokens - before == 20
+    assert len({kid.output.token_ids[0] for kid in kids if kid.output}) > 1, "each has its own stream"
+    assert [kid.output.index for kid in kids if kid.output] == list(range(8))
+
+
+def test_children_with_their_own_settings(make_tiny: MakeLLM) -> None:
+    llm = make_tiny()
+    root = llm.branch(PROMPT)
+    kids = root.expand(params=[SamplingParams(temperature=0, max_tokens=n) for n in (1, 5, 9)])
+    assert [len(kid) - len(root) for kid in kids] == [1, 5, 9]
+    assert kids[2].token_ids[: len(kids[1])] == kids[1].token_ids
+
+
+def test_one_seed_gives_n_different_choices_again_and_again(make_tiny: MakeLLM) -> None:
+    settings: dict[str, Any] = {"n": 4, "seed": 7, "temperature": 1.0, "max_tokens": 24}
+    first, second = (
+        [c.token_ids for c in make_tiny().generate(PROMPT, **settings)[0].choices] for _ in range(2)
+    )
+    assert first == second
+    assert len({tuple(ids) for ids in first}) == 4
+
+
+def test_score_equals_the_log_probabilities_of_generated_tokens(make_tiny: MakeLLM) -> None:
+    llm = make_tiny()
+    root = llm.branch(PROMPT)
+    kids = root.expand(n=3, max_tokens=20, seed=5)
+    free, tokens = llm.stats().pages.num_free, root.token_ids
+    scores = root.score([kid.output.token_ids for kid in kids if kid.output])
+    for kid, score in zip(kids, scores, strict=True):
+        assert kid.output is not None
+        assert score.token_logprobs == pytest.approx(kid.output.token_logprobs, abs=1e-4)
+        assert score.logprob == pytest.approx(kid.output.cumulative_logprob, abs=1e-3)
+    assert root.token_ids == tokens
+    assert llm.stats().pages.num_free == free, "scoring leaves nothing behind"
+
+
+def test_score_against_teacher_forcing_in_torch(make_tiny: MakeLLM, tiny_module: Any) -> None:
+    llm = make_tiny(max_batch_tokens=9)  # the candidates come in chunks
+    candidates = [[5], PROMPT[3:9], PROMPT[:25]]
+    scores = llm.branch(PROMPT).score(candidates)
+    for candidate, score in zip(candidates, scores, strict=True):
+        full = llm.branch(PROMPT + candidate[:-1])
+        again = full.score([[candidate[-1]]])[0].token_logprobs[0]
+        assert score.token_logprobs[-1] == pytest.approx(again, abs=1e-4)
+        assert len(score.token_logprobs) == len(candidate)
+
+
+def test_prune_returns_the_blocks_freed(make_tiny: MakeLLM) -> None:
+    llm = make_tiny(num_blocks=64)
+    root = llm.branch(PROMPT)
+    kids = root.expand(n=3, max_tokens=30, seed=1)
+    grandkids = [grandkid for kid in kids for grandkid in kid.expand(n=2, max_tokens=20)]
+    free = llm.stats().pages.num_free
+    freed = kids[0].prune()
+    assert freed > 0
+    assert llm.stats().pages.num_free == free + freed
+    assert kids[0].released
+    assert grandkids[0].released
+    assert not grandkids[2].released
+    assert root.prune() + freed + free == llm.config.num_blocks
+    check_idle(llm)
+
+
+def test_promote_keeps_one_child(make_tiny: MakeLLM) -> None:
+    llm = make_tiny()
+    root = llm.branch(PROMPT)
+    kids = root.expand(n=4, max_tokens=8)
+    assert kids[2].promote() > 0
+    assert [kid.released for kid in kids] == [True, True, False, True]
+    assert root.children == [kids[2]]
+    assert kids[2].generate(max_tokens=2).token_ids
+
+
+def test_a_long_line_of_forks_is_pruned_without_recursion(make_tiny: MakeLLM) -> None:
+    llm = LLM(ScriptedModel(lambda past: len(past) % 512), num_blocks=512)
+    root = branch = llm.branch([1])
+    for _ in range(3000):
+        (branch,) = branch.fork()
+    root.prune()
+    check_idle(llm)
+
+
+def test_the_context_manager_prunes(make_tiny: MakeLLM) -> None:
+    llm = make_tiny()
+    with llm.branch(PROMPT) as root:
+        root.expand(n=2, max_tokens=4)
+    check_idle(llm)
+
+
+def test_a_released_branch_says_so(make_tiny: MakeLLM) -> None:
+    llm = make_tiny()
+    branch = llm.branch(PROMPT)
+    branch.release()
+    branch.release()
+    assert branch.prune() == 0
+    calls: list[Callable[[], Any]] = [
+        branch.fork,
+        lambda: branch.extend([1]),
+        branch.generate,
+        lambda: branch.expand(n=2),
+        lambda: branch.score([[1]]),
+        lambda: branch.truncate(1),
+        branch.promote,
+        lambda: branch.block_table,
+        lambda: llm.step([branch]),
+    ]
+    for call in calls:
+        with pytest.raises(BranchReleased, match=str(branch.id)):
+            call()
+
+
+def bad_calls(llm: LLM, branch: Any) -> list[tuple[str, Callable[[], Any]]]:
+    return [
+        ("prompt", lambda: llm.generate([[]])),
+        ("prompt", lambda: llm.generate([[1, 2], []])),
+        ("prompt", lambda: llm.generate([[1], [512]])),
+        ("prompt", lambda: llm.generate([-1])),
+        ("prompt", lambda: llm.generate([True])),
+        ("prompt", lambda: llm.generate([[1.5]])),
+        ("prompt", lambda: llm.generate("text without a tokenizer")),
+        ("prompt", lambda: llm.branch()),
+        ("messages", lambda: llm.branch(messages=[{"role": "user", "content": "hi"}])),
+        ("stop", lambda: llm.generate([1], stop="x")),
+        ("stop_token_ids", lambda: llm.generate([1], stop_token_ids=[512])),
+        ("temprature", lambda: llm.generate([1], temprature=1.0)),
+        ("params", lambda: llm.generate([1], SamplingParams(), n=2)),
+        ("n", lambda: branch.fork(0)),
+        ("n", lambda: branch.fork(10**9)),
+        ("n", lambda: branch.expand(n=0)),
+        ("n", lambda: branch.expand(n=10**6)),
+        ("n", lambda: branch.generate(n=2)),
+        ("at", lambda: branch.fork(at=0)),
+        ("at", lambda: branch.fork(at=41)),
+        ("at", lambda: branch.fork(at="3")),
+        ("position", lambda: branch.truncate(-1)),
+        ("position", lambda: branch.truncate(2.0)),
+        ("candidates", lambda: branch.score("text")),
+        ("candidates", lambda: branch.score([[1], []])),
+        ("candidates", lambda: branch.score([[512]])),
+        ("text", lambda: branch.extend([512])),
+        ("branches", lambda: llm.step([branch, branch])),
+        ("params", lambda: branch.expand(params=[])),
+        ("params", lambda: branch.expand(3, params=[SamplingParams()])),
+    ]
+
+
+@pytest.mark.parametrize("index", range(30))
+def test_bad_input_names_its_field_and_changes_nothing(make_tiny: MakeLLM, index: int) -> None:
+    llm = make_tiny()
+    branch = llm.branch(PROMPT)
+    before = llm.stats()
+    field, call = bad_calls(llm, branch)[index]
+    with pytest.raises(InvalidInput) as raised:
+        call()
+    assert raised.value.field == field
+    assert llm.stats() == before
+    assert len(llm.engine.sequences) == 1
+
+
+def test_too_long_is_refused_before_anything_runs(make_tiny: MakeLLM) -> None:
+    llm = make_tiny(max_model_len=50)
+    branch = llm.branch(PROMPT)
+    before = llm.stats()
+    for call in (
+        lambda: llm.generate([PROMPT, PROMPT * 2]),
+        lambda: branch.extend(PROMPT),
+        lambda: branch.score([PROMPT]),
+    ):
+        with pytest.raises(OutOfCapacity, match="tokens"):
+            call()
+    assert llm.stats() == before
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"num_blocks": 0}, "num_blocks"),
+        ({"block_size": 0}, "block_size"),
+        ({"block_size": True}, "block_size"),
+        ({"max_batch_tokens": 0}, "max_batch_tokens"),
+        ({"seed": 2**70}, "seed"),
+        ({"min_partial": 17}, "min_partial"),
+    ],
+)
+def test_bad_settings_of_an_engine(tiny_module: Any, settings: dict[str, int], field: str) -> None:
+    with pytest.raises(InvalidInput) as raised:
+        LLM(tiny_module, **{"num_blocks": 8, **settings})
+    assert raised.value.field == field
+
+
+def test_stream_equals_generate(make_tiny: MakeLLM) -> None:
+    llm = make_tiny()
+    settings: dict[str, Any] = {"n": 3, "seed": 2, "max_tokens": 20}
+    whole = llm.generate(PROMPT, **settings)[0].choices
+    parts: list[list[int]] = [[], [], []]
+    for delta in llm.stream(PROMPT, **settings):
+        parts[delta.index] += delta.token_ids
+    assert parts == [choice.token_ids for choice in whole]
+    check_idle(llm)
+
+
+def test_bad_logits_end_only_their_own_request() -> None:
+    def next_token(past: list[int]) -> list[float]:
+        return [float("nan")] * 512 if past[0] == 13 else [float(t == len(past)) for t in range(512)]
+
+    llm = LLM(ScriptedModel(next_token), num_blocks=64)
+    good, bad = llm.branch([1, 2, 3]), llm.branch([13, 2])
+    with pytest.raises(Exception, match="not finite"):
+        llm.step([good, bad], temperature=0, max_tokens=3)
+    assert good.token_ids == [1, 2, 3, 3, 4, 5]
+    assert bad.token_ids == [13, 2]
+
+
+def test_the_pool_is_allocated_once(make_tiny: MakeLLM) -> None:
+    llm = make_tiny()
+    pool = llm.engine.runner.pool  # type: ignore[attr-defined]
+    address, allocated = pool.storage.data_ptr(), pool.storage.untyped_storage().nbytes()
+    root = llm.branch(PROMPT)
+    root.expand(n=8, max_tokens=40)
+    root.prune()
+    assert (pool.storage.data_ptr(), pool.storage.untyped_storage().nbytes()) == (address, allocated)
+    assert isinstance(pool.storage, torch.Tensor)
