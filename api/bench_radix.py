@@ -142,7 +142,7 @@ def _write(cursor: Cursor, tokens: bytes) -> None:
     """One step of one row, as an engine does it, the device aside."""
     cache = cursor.cache
     (reservation,) = cache.reserve([(cursor, len(tokens) // TOKEN_BYTES)])
-    if cache.take_copies():
+    if cache.copies:
         cache.copies_done()
     cache.commit(reservation, tokens)
 
@@ -338,7 +338,7 @@ def _step_of_one_token() -> Metrics:
 def _step(cache: PrefixCache, writes: list[tuple[Cursor, int]], tokens: list[bytes]) -> None:
     """One token for each row, the device aside."""
     reservations = cache.reserve(writes)
-    if cache.take_copies():
+    if cache.copies:
         cache.copies_done()
     for reservation, token in zip(reservations, tokens, strict=True):
         cache.commit(reservation, token)
@@ -360,8 +360,9 @@ def _truncate() -> Metrics:
 
 
 def _evict() -> Metrics:
-    """Blocks from a full pool, eight calls a sample as a step of 128 rows needs them; off the clock new leaves
-    take their place. Both sizes in turns. `alone` is one call a sample: the first after other work, so cold."""
+    """Blocks from a full pool, eight calls a sample, as a step of 128 rows needs them; off the clock new
+    leaves take their place. Both sizes in turns. `alone` is one call a sample, the first after other work.
+    """
     rng = random.Random(9)
     caches = {name: _with_leaves(rng, n) for name, n in (("evict_500", 500), ("evict_50k", 50_000))}
     times: dict[str, list[float]] = {}
@@ -422,7 +423,7 @@ def _evict_heap(tree: HeapTree, rng: random.Random, samples: int) -> list[float]
             tree.evict(1)
 
     def refill(_: None) -> None:
-        for _ in range(GROUP):
+        for _i in range(GROUP):
             tree.insert(SYSTEM + _ids(rng, BLOCK))
 
     return timed(work, range(samples), refill, GROUP)

@@ -233,7 +233,7 @@ class Cursor:
             block = self.cache.copy_of(tail.block, filled // TOKEN_BYTES)
             self._drop_tail()
             self._set_tail(Tail(block, tail.tokens[:filled]))
-        else:
+        elif len(tail.tokens) > filled:
             del tail.tokens[filled:]
 
     def _copy_borrowed(self) -> None:

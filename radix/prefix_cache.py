@@ -154,7 +154,7 @@ class PrefixCache:
         Copies are queued for blocks that others share. Raises OutOfBlocks before any change.
         """
         needed = self.num_needed(writes)
-        if needed > self.pool.num_free:
+        if needed and needed > self.pool.num_free:
             self._make_room(writes, needed)
         reservations = []
         for cursor, num_tokens in writes:

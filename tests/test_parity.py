@@ -45,7 +45,9 @@ def test_smollm2_equals_generate(smollm2: LLM) -> None:
 
     module: Any = smollm2.engine.runner.model.module  # type: ignore[attr-defined]
     config = copy.deepcopy(module.config)  # the attention implementation is written into it
-    plain = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    plain: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        config, attn_implementation="eager", dtype=torch.float32
+    )
     plain.load_state_dict(module.state_dict())
     plain.eval()
     outputs = smollm2.generate(PROMPTS, temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2)

@@ -156,7 +156,7 @@ def test_a_released_branch_says_so(make_tiny: MakeLLM) -> None:
             call()
 
 
-def bad_calls(llm: LLM, branch: Any) -> list[tuple[str, Callable[[], Any]]]:
+def bad_calls(llm: Any, branch: Any) -> list[tuple[str, Callable[[], Any]]]:
     return [
         ("prompt", lambda: llm.generate([[]])),
         ("prompt", lambda: llm.generate([[1, 2], []])),
@@ -229,7 +229,7 @@ def test_too_long_is_refused_before_anything_runs(make_tiny: MakeLLM) -> None:
         ({"min_partial": 17}, "min_partial"),
     ],
 )
-def test_bad_settings_of_an_engine(tiny_module: Any, settings: dict[str, int], field: str) -> None:
+def test_bad_settings_of_an_engine(tiny_module: Any, settings: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidInput) as raised:
         LLM(tiny_module, **{"num_blocks": 8, **settings})
     assert raised.value.field == field
