@@ -158,6 +158,41 @@ def test_a_block_that_was_only_copied_from_stays_cold(make_sim: MakeSim) -> None
     assert sim.cached_length(ids("B", 4)) == 4
 
 
+def test_both_halves_of_a_split_keep_the_clock(make_sim: MakeSim) -> None:
+    sim = make_sim(8)
+    sim.cached(ids("A", 12))
+    sim.cached(ids("B", 4))
+    borrower = sim.attach([*ids("A", 6), 7, 7])  # splits at 8
+    sim.write((borrower, [7]))  # and at 4: the middle block was nobody's place to rest
+    assert [node.end for node in sim.nodes if node.live] == [4]
+    assert sim.cache.tree.evict(2) == 2
+    assert sim.cached_length(ids("A", 12)) == 4
+    assert sim.cached_length(ids("B", 4)) == 4
+
+
+def test_parking_counts_from_when_it_happens(make_sim: MakeSim) -> None:
+    sim = make_sim(8)
+    b = sim.prompt(ids("B", 4))
+    sim.cached(ids("A", 4))
+    b.park()
+    b.release()
+    assert who_goes(sim, "AB") == "AB"
+
+
+def test_a_parent_inherits_the_hits_of_its_last_child(make_sim: MakeSim) -> None:
+    sim = make_sim(8, policy=LFU())
+    a = sim.prompt(ids("A", 4))
+    child = sim.fork(a)
+    sim.write((child, ids("A", 8, start=4)))
+    for _ in range(3):
+        sim.attach(ids("A", 8)).release()
+    a.release()  # only now: nobody between the two nodes, and an attach would have joined them
+    for _ in range(2):
+        sim.cached(ids("B", 4))  # one hit
+    assert child.prune() == 1
+    assert who_goes(sim, "AB") == "BA"
+
+
 def test_lfu_keeps_what_many_have_hit(make_sim: MakeSim) -> None:
     orders = []
     for policy in (None, LFU()):
