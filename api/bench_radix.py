@@ -338,8 +338,8 @@ def _step_of_one_token() -> Metrics:
 def _step(cache: PrefixCache, writes: list[tuple[Cursor, int]], tokens: list[bytes]) -> None:
     """One token for each row, the device aside."""
     reservations = cache.reserve(writes)
-    cache.take_copies()
-    cache.copies_done()
+    if cache.copies:
+        cache.copies_done()
     for reservation, token in zip(reservations, tokens, strict=True):
         cache.commit(reservation, token)
 

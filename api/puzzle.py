@@ -10,7 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from fractions import Fraction
-from functools import lru_cache
+from functools import cache
 from itertools import combinations
 from typing import NamedTuple
 
@@ -81,7 +81,7 @@ def _results(a: int, b: int) -> Iterator[tuple[str, int]]:
         yield "/", a // b
 
 
-@lru_cache(maxsize=None)
+@cache
 def can_make(numbers: tuple[int, ...]) -> bool:
     """Whether any way leads to 24: for dealing a hand. A solver that asks this has not solved anything."""
     if len(numbers) == 1:

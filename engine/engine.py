@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Sequence as Seq
 from dataclasses import dataclass
 
@@ -146,13 +147,9 @@ class Engine:
 
     def abort(self, sequence: Sequence) -> None:
         """End the run of a sequence now; tokens generated so far stay. Idempotent."""
-        run = sequence.run
-        if run is None:
-            return
-        if isinstance(run, Generation):
-            run.finish("abort")
-        run.finished = True
-        self._end(sequence)
+        if sequence.run is not None:
+            sequence.run.abort(sequence)
+            self._end(sequence)
 
     def run(self, runs: Iterable[Run]) -> None:
         """Step until all `runs` have finished. Raises the error of the first that failed."""
@@ -168,6 +165,7 @@ class Engine:
 
     def step(self) -> None:
         """Run one batch: what is decided, computed, committed, and made of the logits."""
+        self._run_copies()  # those of a step that was interrupted: until then they hold blocks
         scheduled = self.scheduler.schedule()
         self._end_at_once()
         if scheduled is not None:
@@ -181,19 +179,26 @@ class Engine:
     def _compute(self, scheduled: Scheduled) -> Tensor | None:
         """Run the model; None, with every request of the step ended, if that failed."""
         try:
-            self.runner.copy_blocks(self.cache.take_copies())
-            self.cache.copies_done()
+            self._run_copies()
             logits = self.runner.forward(scheduled.step)
         except BaseException as error:
             self.scheduler.cancel(scheduled)
             if not isinstance(error, Exception):
                 raise
             for pick in scheduled.picks:
-                self._fail(pick.sequence, error)
+                if pick.sequence.run is not None:  # else it was released meanwhile
+                    self._fail(pick.sequence, error)
             return None
         self.num_steps += 1
         self.num_computed_tokens += scheduled.step.num_tokens
         return logits
+
+    def _run_copies(self) -> None:
+        """Let the device do the queued copies. If it fails they stay queued: branches count on them."""
+        copies = self.cache.take_copies()
+        if copies:
+            self.runner.copy_blocks(copies)
+            self.cache.copies_done()
 
     def _advance(self, scheduled: Scheduled, logits: Tensor) -> None:
         """Give each run its logits [R, V]: score, sample, and end what is complete."""
@@ -202,7 +207,10 @@ class Engine:
         for pick, row in zip(scheduled.picks, scheduled.step.rows, strict=True):
             rows = range(start, start + row.num_logits)
             start += row.num_logits
-            self._take_logits(pick, logits, rows, draws)
+            try:
+                self._take_logits(pick, logits, rows, draws)
+            except BadLogits as error:
+                self._fail(pick.sequence, error)
         self._sample(logits, draws)
 
     def _take_logits(
@@ -333,8 +341,12 @@ class Engine:
 
 
 def _logprobs(logits: Tensor, token_ids: Seq[int]) -> list[float]:
-    """The log-probability of token i in row i of logits [R, V]."""
+    """The log-probability of token i in row i of logits [R, V]. Raises BadLogits where there is none."""
     if not token_ids:
         return []
     logprobs = torch.log_softmax(logits.float(), dim=-1)  # [R, V]
-    return logprobs.gather(1, torch.tensor(token_ids, device=logits.device)[:, None])[:, 0].tolist()
+    chosen = logprobs.gather(1, torch.tensor(token_ids, device=logits.device)[:, None])[:, 0].tolist()
+    bad = tuple(index for index, logprob in enumerate(chosen) if math.isnan(logprob))
+    if bad:
+        raise BadLogits(bad)
+    return chosen

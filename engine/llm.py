@@ -6,7 +6,7 @@ Everything here blocks until it is done; several branches that are asked in one 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
+from collections.abc import Callable, Generator, Mapping, Sequence as Seq
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -104,8 +104,10 @@ class LLM:
         """
         params = _params(params, settings)
         many = [self.encode(prompt) for prompt in _prompts(prompts)]
-        requests = [self._request(token_ids, params) for token_ids in many]
+        requests: list[Request] = []
         try:
+            for token_ids in many:
+                requests.append(self._request(token_ids, params))
             for sequence, run, _ in requests:
                 self.engine.submit(sequence, run)
             self.engine.run(choice for _, run, choices in requests for choice in (run, *choices))
@@ -118,21 +120,28 @@ class LLM:
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, **settings: Any
-    ) -> Iterator[Delta]:
-        """Generate from one prompt and yield each choice's text as it comes. Closing the iterator aborts."""
-        params = _params(params, settings)
-        request = self._request(self.encode(prompt), params)
-        sequence, run, generations = request
-        self.engine.submit(sequence, run)
-        yield from self._stream(request, generations)
+    ) -> Generator[Delta]:
+        """Generate from one prompt and yield each choice's text as it comes.
 
-    def _stream(self, request: Request, generations: list[Generation]) -> Iterator[Delta]:
+        The input is checked at once, the request starts with the first `next`; `close` aborts it.
+        Raises InvalidInput or OutOfCapacity; the iterator StepFailed.
+        """
+        params = _params(params, settings)
+        token_ids = self.encode(prompt)
+        self._check_params(params)
+        self.engine.check_length(len(token_ids))
+        return self._stream(token_ids, params)
+
+    def _stream(self, token_ids: list[int], params: SamplingParams) -> Generator[Delta]:
+        request = self._request(token_ids, params)
+        sequence, run, generations = request
         shown = [(0, 0)] * len(generations)
         try:
+            self.engine.submit(sequence, run)
             while not all(generation.finished for generation in generations):
                 self.engine.step()
-                if request[1].error is not None:
-                    raise request[1].error
+                if run.error is not None:
+                    raise run.error
                 for index, generation in enumerate(generations):
                     choice, (num_chars, num_tokens) = generation.choice, shown[index]
                     if generation.error is not None:
@@ -204,8 +213,11 @@ class LLM:
             return []
         if len(set(branches)) < len(branches):
             raise InvalidInput("branches", "must not name a branch twice")
+        if any(branch.llm is not self for branch in branches):
+            raise InvalidInput("branches", "must be branches of this LLM")
+        _check_either(params, settings)
         if params is None:
-            params = SamplingParams(**{"max_tokens": 1, **settings})
+            params = _params(None, {"max_tokens": 1, **settings})
         each = [params] * len(branches) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(branches):
             raise InvalidInput("params", f"must be one or {len(branches)}", len(each))
@@ -214,7 +226,7 @@ class LLM:
     def _continue(self, branches: Seq[Branch], params: Seq[SamplingParams]) -> list[Choice]:
         runs = []
         for branch, own in zip(branches, params, strict=True):
-            branch._check_live()
+            branch._check_unused()
             self._check_params(own)
             if own.n != 1:
                 raise InvalidInput("n", "must be 1 where a branch itself goes on; use expand()", own.n)
@@ -335,7 +347,7 @@ class Branch:
         Control tokens in a text stay text: pass ids to append real ones.
         Raises InvalidInput or OutOfCapacity.
         """
-        self._check_live()
+        self._check_unused()
         if isinstance(text, str):
             new = self.llm._tokenizer("text").encode(text, add_special_tokens=False, control_tokens=False)
         else:
@@ -345,7 +357,7 @@ class Branch:
 
     def generate(self, params: SamplingParams | None = None, **settings: Any) -> Choice:
         """Continue this branch; the tokens are appended to it. `settings` are fields of SamplingParams."""
-        self._check_live()
+        self._check_unused()
         return self.llm._continue([self], [_params(params, settings)])[0]
 
     def expand(
@@ -360,13 +372,15 @@ class Branch:
         What the branch still has to compute is computed once, for all of them. The children's choices are
         their `output`.
         """
-        self._check_live()
+        self._check_unused()
         generations = self._child_generations(n, params, settings)
         run = FanOut(generations, keep=True)
         engine = self.llm.engine
         try:
             engine.submit(self._sequence, run)
             engine.run([run, *generations])
+            if not run.children:
+                raise BranchReleased(self.id)  # by a listener
         except BaseException:
             engine.abort(self._sequence)
             for sequence in run.children:
@@ -410,7 +424,7 @@ class Branch:
 
         The branch's own tokens are not computed again. Raises InvalidInput or OutOfCapacity.
         """
-        self._check_live()
+        self._check_unused()
         if isinstance(candidates, str):
             raise InvalidInput("candidates", "must be a list of texts or token ids", candidates)
         many = [self.llm.encode(c, "candidates", add_special_tokens=False) for c in candidates]
@@ -432,7 +446,7 @@ class Branch:
 
     def truncate(self, position: int) -> None:
         """Forget all but the first `position` tokens, at least one. Children keep what they share."""
-        self._check_live()
+        self._check_unused()
         self._sequence.truncate(self._position("position", position, 1))
         self.output = None
 
@@ -475,6 +489,12 @@ class Branch:
         if self._released:
             raise BranchReleased(self.id)
 
+    def _check_unused(self) -> None:
+        """While a branch runs, listeners may look at it, fork it and release it, but not change it."""
+        self._check_live()
+        if self._sequence.run is not None:
+            raise InvalidInput("branch", "is in use: wait until what runs on it has ended")
+
     def _position(self, field: str, value: object, least: int) -> int:
         try:
             position = operator.index(value)  # type: ignore[arg-type]
@@ -489,14 +509,18 @@ Request: TypeAlias = tuple[Sequence, Run, list[Generation]]
 
 
 def _params(params: SamplingParams | None, settings: dict[str, Any]) -> SamplingParams:
-    if params is not None and settings:
-        raise InvalidInput("params", f"cannot be given together with {', '.join(sorted(settings))}")
+    _check_either(params, settings)
     try:
         return SamplingParams(**settings) if params is None else params
     except TypeError:
         known = SamplingParams.__dataclass_fields__
         unknown = sorted(set(settings) - set(known))
         raise InvalidInput(", ".join(unknown), f"is no setting; there are {', '.join(known)}") from None
+
+
+def _check_either(params: object, settings: dict[str, Any]) -> None:
+    if params is not None and settings:
+        raise InvalidInput("params", f"cannot be given together with {', '.join(sorted(settings))}")
 
 
 def _fields(params: SamplingParams) -> dict[str, Any]:

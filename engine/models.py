@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ramet.engine.errors import InvalidInput, ModelNotFound, UnsupportedModel
+from ramet.engine.fused_llama import FusedLlama, fuse as fuse_llama
 from ramet.engine.model_attention import (
     ATTEND_KWARG,
     ATTENTION_NAME,
@@ -59,7 +60,10 @@ class LoadedModel:
         self._slices_logits = "logits_to_keep" in inspect.signature(module.forward).parameters
         register_attention()
         module.set_attn_implementation(ATTENTION_NAME)
+        self._fused: FusedLlama | None = None
         self._probe()
+        if self.device.type == "cpu":
+            self._fused = fuse_llama(module, self.shape, self.forward)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -84,22 +88,32 @@ class LoadedModel:
         """
         assert token_ids.ndim == 1 and token_ids.shape == positions.shape, "one position for each token"
         call = AttendCall(attend, self.shape, self.name)
+        if self._fused is not None:
+            logits = self._fused.forward(token_ids, positions, logits_at, call)  # [R, V]
+        else:
+            logits = self._forward_module(token_ids, positions, logits_at, call)
+        call.check_complete()
+        assert logits.shape == (len(logits_at), self.shape.vocab_size), "the head gives a row for each index"
+        return logits
+
+    def _forward_module(
+        self, token_ids: Tensor, positions: Tensor, logits_at: Tensor, call: AttendCall
+    ) -> Tensor:
+        """The unchanged transformers module, whose layers find `call` among their keyword arguments."""
         inputs: dict[str, Any] = {
             "input_ids": token_ids[None],
             "position_ids": positions[None],
             "use_cache": False,
             ATTEND_KWARG: call,
         }
-        num_rows = logits_at.shape[0]
-        if num_rows == 0:
+        logits: Tensor
+        if not len(logits_at):
             self.module.base_model(**inputs)
             logits = torch.empty((0, self.shape.vocab_size), dtype=self.dtype, device=self.device)  # [0, V]
         elif self._slices_logits:
             logits = self.module(**inputs, logits_to_keep=logits_at).logits[0]  # [R, V]
         else:
             logits = self.module(**inputs).logits[0][logits_at]  # [R, V]
-        call.check_complete()
-        assert logits.shape == (num_rows, self.shape.vocab_size), "the head gives a row for each index"
         return logits
 
     def _probe(self) -> None:

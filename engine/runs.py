@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
+from ramet.engine.errors import BranchReleased
 from ramet.engine.outputs import Choice, FinishReason, Score
 from ramet.engine.sampler import RowSampling, TokenLogprob
 from ramet.engine.sampling_params import SamplingParams
@@ -27,8 +28,13 @@ class Run:
         """The sequence is submitted with this run."""
 
     def fail(self, error: BaseException) -> None:
+        """The run cannot go on: whoever waits for it gets `error`."""
         self.error = error
         self.finished = True
+
+    def abort(self, sequence: Sequence) -> None:
+        """`sequence` is let go before the run is done. Part of a result is none, so this is an error."""
+        self.fail(BranchReleased(sequence.id))
 
 
 class Generation(Run):
@@ -101,6 +107,10 @@ class Generation(Run):
         self.choice.stop_reason = stop_reason
         self.finished = True
 
+    def abort(self, sequence: Sequence) -> None:
+        """The tokens generated so far stay."""
+        self.finish("abort")
+
 
 class FanOut(Run):
     """Compute the logits of the last token once and let each of several children sample from them."""
@@ -113,6 +123,18 @@ class FanOut(Run):
 
     def start(self, sequence: Sequence) -> None:
         self.logits_from = len(sequence.token_ids) - 1
+
+    def fail(self, error: BaseException) -> None:
+        """There are no children yet: nobody else could end their generations."""
+        super().fail(error)
+        for generation in self.generations:
+            generation.fail(error)
+
+    def abort(self, sequence: Sequence) -> None:
+        """As if each child had been aborted before its first token."""
+        self.finished = True
+        for generation in self.generations:
+            generation.abort(sequence)
 
 
 class Scoring(Run):

@@ -28,7 +28,7 @@ class RowSampling(NamedTuple):
     top_k: int  # 0, -1 or at least the vocabulary's size is off
     top_p: float  # 0 is greedy, 1 is off
     seed: int  # of the branch's own random stream
-    position: int  # of the token to be drawn, in the branch's output: which number of the stream is used
+    position: int  # of the token to be drawn, in the branch: which number of the stream is used
     logprobs: int | None = None  # how many of the likeliest tokens to report; None is none
 
     @property

