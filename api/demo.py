@@ -1,7 +1,7 @@
-"""`ramet demo`: the model plays the Game of 24 by a tree of thought; the terminal shows the tree and the pages.
+"""`ramet demo`: the model plays the Game of 24 by a tree of thought; you see the tree and the pages.
 
 With a width of 6 the model's ratings end with a checked answer for every seed from 0 to 9, in bfloat16 and in
-float32; dice in their place find one in three, and `--dice` lets them try.
+float32; dice in their place find one or two of the ten, and `--dice` lets them try.
 """
 
 from __future__ import annotations

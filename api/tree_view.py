@@ -41,7 +41,7 @@ class Gauges:
     peak_sharing: float = 1.0
 
     def update(self, stats: Stats, num_branches: int, num_writing: int = 0) -> None:
-        """Look again. `num_writing` tokens are being written: their blocks are taken, themselves not counted."""
+        """Look again. `num_writing` tokens are just being written: `stats` has their blocks, not yet them."""
         pages = stats.pages
         self.final, self.num_branches = stats, num_branches
         self.unshared_tokens = pages.logical_tokens + num_writing
@@ -209,17 +209,14 @@ def _facts(search: Search, gauges: Gauges) -> Iterator[tuple[str, RenderableType
     resend = search.scorer.resend_tokens if search.scorer is not None else 0
     reserved = gauges.mib(gauges.peak_branches * gauges.max_model_len)
     yield "answer", _verdict(search)
-    yield "branches", (
-        f"{search.num_made} made, {search.num_pruned} pruned while it went on, which freed "
-        f"{search.num_blocks_freed} blocks; at the end {pages.num_in_use} are in use"
-    )
+    pruned = f"{search.num_pruned} pruned on the way, which freed {search.num_blocks_freed} blocks"
+    yield "branches", f"{search.num_made} made, {pruned}; at the end {pages.num_in_use} are in use"
     if search.scorer is not None and resend:
         yield "texts scored", f"{search.scorer.num_candidates} by the model, each on a fork"
         yield "tokens computed", f"{num_computed:,}; with every text sent whole {resend:,}"
-    yield "at most at once", (
-        f"{gauges.peak_branches} branches in {gauges.peak_blocks} blocks, "
-        f"{gauges.mib(gauges.peak_blocks * pages.block_size)}; shared {gauges.peak_sharing:.1f} times"
-    )
+    held = gauges.mib(gauges.peak_blocks * pages.block_size)
+    most = f"{gauges.peak_branches} branches in {gauges.peak_blocks} blocks, {held}"
+    yield "at most at once", f"{most}; shared {gauges.peak_sharing:.1f} times"
     exact = gauges.mib(gauges.peak_unshared_tokens)
     yield "contiguous", f"{reserved} for the same reserved ahead, {exact} at exact lengths"
     num_copies = pages.num_copies - gauges.first.pages.num_copies

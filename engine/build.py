@@ -14,6 +14,7 @@ from ramet.engine.errors import InvalidInput
 from ramet.engine.model_runner import ModelRunner
 from ramet.engine.models import load_model
 from ramet.engine.scripted import ScriptedModel, ScriptedRunner
+from ramet.engine.tokenizer import Tokenizer
 from ramet.kernels.kv_pool import KVPool
 
 # A pool that is not sized by hand takes this part of the free memory, and no more than that many bytes.
@@ -50,6 +51,8 @@ def build_engine(
             **settings,
         )
         runner = ScriptedRunner(model, config.num_blocks, config.block_size)
+        if tokenizer is not None and not isinstance(tokenizer, Tokenizer):
+            tokenizer = Tokenizer(tokenizer)
         return Engine(
             runner,
             config,

@@ -173,7 +173,7 @@ class Engine:
             if logits is not None:
                 self.scheduler.commit(scheduled)
                 self._advance(scheduled, logits)
-        for listener in self.listeners:
+        for listener in tuple(self.listeners):  # which may take itself away
             listener()
 
     def _compute(self, scheduled: Scheduled) -> Tensor | None:

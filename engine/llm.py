@@ -138,10 +138,12 @@ class LLM:
         shown = [(0, 0)] * len(generations)
         try:
             self.engine.submit(sequence, run)
-            while not all(generation.finished for generation in generations):
-                self.engine.step()
-                if run.error is not None:
-                    raise run.error
+            done = False
+            while not done:
+                # Whoever else runs while this rests at a yield makes the steps of this request, too.
+                done = all(generation.finished for generation in generations)
+                if not done:
+                    self.engine.step()
                 for index, generation in enumerate(generations):
                     choice, (num_chars, num_tokens) = generation.choice, shown[index]
                     if generation.error is not None:

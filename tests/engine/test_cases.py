@@ -2,22 +2,26 @@
 
 A: prefix cache and tree. B: reference counts, copy-on-write, fork, rollback. C: eviction and accounting.
 D1, D6: requests that cannot fit, and steps that fail. Block size 16; REF is a fresh engine with a large pool.
+E: who ends what when steps fail and requests meet, on a scripted model with block size 4.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
+from torch import Tensor
 
-from ramet import LLM, OutOfCapacity, SamplingParams
+from ramet import LLM, Branch, BranchReleased, InvalidInput, OutOfCapacity, SamplingParams
 from ramet.engine.errors import StepFailed
-from ramet.engine.runs import Generation
+from ramet.engine.runs import Generation, Run
 from ramet.engine.sequence import Sequence
+from ramet.engine.step import Step
 from ramet.radix.accounting import num_sharers
-from ramet.testing import check_idle, check_invariants, fail_forward, fail_reservation
+from ramet.testing import ScriptedModel, check_idle, check_invariants, fail_forward, fail_reservation
 
 MakeLLM = Callable[..., LLM]
 
@@ -352,7 +356,7 @@ def test_d6_an_interrupt_leaves_nothing_behind(make_tiny: MakeLLM) -> None:
     stream = llm.stream(X[:40], n=3, max_tokens=30)
     for _ in range(10):
         next(stream)
-    stream.close()  # type: ignore[attr-defined]
+    stream.close()
     check_idle(llm)
 
     def interrupt() -> None:
@@ -362,4 +366,205 @@ def test_d6_an_interrupt_leaves_nothing_behind(make_tiny: MakeLLM) -> None:
     with pytest.raises(KeyboardInterrupt):
         llm.generate(X[:40], n=3, max_tokens=30)
     llm.engine.listeners.remove(interrupt)
+    check_idle(llm)
+
+
+# -- E: who ends what: failed first steps, interrupts, listeners, and requests side by side ---------------
+
+
+def scripted(**settings: Any) -> LLM:
+    llm = LLM(ScriptedModel(lambda past: (7 * sum(past) + len(past)) % 50), **{"block_size": 4, **settings})
+    llm.on_step(lambda: check_invariants(llm))
+    return llm
+
+
+def test_e1_a_fan_out_that_fails_ends_its_generations() -> None:
+    llm = scripted(num_blocks=8)
+    with fail_forward(llm, 0), pytest.raises(StepFailed, match="injected"):
+        llm.generate([1, 2, 3], n=3, max_tokens=3)
+    check_idle(llm)
+    branch = llm.branch([1, 2, 3])
+    with fail_forward(llm, 0), pytest.raises(StepFailed, match="injected"):
+        branch.expand(n=3, max_tokens=3)
+    with fail_forward(llm, 0), pytest.raises(StepFailed, match="injected"):
+        list(llm.stream([1, 2, 3], n=3, max_tokens=3))
+    assert len(branch.expand(n=3, max_tokens=3)) == 3
+    branch.prune()
+    check_idle(llm)
+
+
+def test_e2_a_prompt_that_is_refused_leaves_none_of_its_fellows() -> None:
+    llm = scripted(num_blocks=4)
+    with pytest.raises(OutOfCapacity):
+        llm.generate([[1, 2], [3] * 17])
+    check_idle(llm)
+
+
+def test_e3_what_was_cached_whole_is_no_reason_to_refuse_another() -> None:
+    """A request with nothing to compute ends in the step that admits it, and makes room for the next."""
+    llm = scripted(num_blocks=4)
+    llm.branch([1] * 16).release()
+    cached, run = llm.engine.new_sequence([1] * 16, keep=False), Run()
+    llm.engine.submit(cached, run)
+    _, other = start(llm, [2] * 16, 1)
+    llm.engine.run([run, other])
+    assert len(other.choice.token_ids) == 1
+    check_idle(llm)
+
+
+def test_e4_copies_that_were_interrupted_are_done_later_and_hold_no_room() -> None:
+    llm = scripted(num_blocks=4)
+    expected = scripted(num_blocks=99).generate([1, 2, 3, 9], temperature=0, max_tokens=4)[0].choices
+    root = llm.branch([1, 2, 3])
+    (child,) = root.fork()
+    root.extend([9])
+    child.extend([4])
+    runner, original = llm.engine.runner, llm.engine.runner.copy_blocks
+
+    def interrupt(copies: object) -> None:
+        raise KeyboardInterrupt
+
+    runner.copy_blocks = interrupt  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        llm.step([root, child], temperature=0)
+    runner.copy_blocks = original  # type: ignore[method-assign]
+    check_invariants(llm)
+    assert llm.generate([1] * 16, max_tokens=1)[0].choices[0].finish_reason == "length"
+    assert root.generate(temperature=0, max_tokens=4).token_ids == expected[0].token_ids
+    root.prune()
+    check_idle(llm)
+
+
+@pytest.mark.parametrize("at", range(5))
+def test_e5_an_interrupt_in_the_model_leaves_the_others_running(at: int) -> None:
+    llm = scripted(num_blocks=12, max_batch_tokens=6)
+    settings: dict[str, Any] = {"temperature": 0, "max_tokens": 12}
+    expected = scripted().generate([5, 6], **settings)[0].choices[0].token_ids
+    stream = llm.stream([5, 6], **settings)
+    found = list(next(stream).token_ids)
+    branch = llm.branch([1, 2, 3])
+    runner, original = llm.engine.runner, llm.engine.runner.forward
+    count = 0
+
+    def forward(step: Step) -> Tensor:
+        nonlocal count
+        count += 1
+        if count > at:
+            raise KeyboardInterrupt
+        return original(step)
+
+    calls: list[Callable[[], object]] = [
+        lambda: branch.generate(**settings),
+        lambda: branch.expand(n=3, **settings),
+        lambda: branch.score([[1] * 9, [2] * 9, [3]]),
+        lambda: llm.generate([[7] * 9, [8] * 9], n=2, **settings),
+        lambda: llm.branch([9] * 30),
+    ]
+    for call in calls:
+        count = 0
+        runner.forward = forward  # type: ignore[method-assign]
+        with suppress(KeyboardInterrupt):  # some are done before
+            call()
+        runner.forward = original  # type: ignore[method-assign]
+        check_invariants(llm)
+        assert not llm.engine.scheduler.waiting
+    for delta in stream:
+        found += delta.token_ids
+    assert found == expected
+    branch.prune()
+    check_idle(llm)
+
+
+def test_e6_a_stream_gives_what_was_generated_while_it_rested() -> None:
+    llm = scripted(num_blocks=12)
+    settings: dict[str, Any] = {"n": 2, "seed": 1, "max_tokens": 6}
+    expected = [choice.token_ids for choice in llm.generate([1, 2], **settings)[0].choices]
+    found: list[list[int]] = [[], []]
+    for delta in llm.stream([1, 2], **settings):
+        found[delta.index] += delta.token_ids
+        llm.generate([3, 4], max_tokens=20)  # its steps end the stream's choices, too
+    assert found == expected
+    check_idle(llm)
+
+
+def test_e7_a_listener_may_release_or_fork_what_runs_but_not_change_it() -> None:
+    llm = scripted(num_blocks=12, max_batch_tokens=2)
+    branch = llm.branch([1, 2, 3])
+    verbs: list[Callable[[], object]] = [
+        lambda: branch.extend([1]),
+        lambda: branch.truncate(1),
+        branch.generate,
+        lambda: branch.expand(n=2),
+        lambda: branch.score([[1]]),
+        lambda: llm.step([branch]),
+    ]
+    forks = []
+
+    def change() -> None:
+        if len(branch) == 6:
+            return  # its run has ended with this step
+        for verb in verbs:
+            with pytest.raises(InvalidInput, match="in use"):
+                verb()
+        forks.extend(branch.fork())
+
+    llm.on_step(change)
+    branch.generate(temperature=0, max_tokens=3)
+    llm.engine.listeners.remove(change)
+    assert [fork.token_ids for fork in forks] == [branch.token_ids[:end] for end in (4, 5)]
+    many_steps: list[Callable[[Branch], object]] = [
+        lambda branch: branch.expand(n=3),
+        lambda branch: branch.score([[1, 2], [3]]),
+    ]
+    for call in many_steps:
+        (child,) = branch.fork()
+        child.extend([4, 5, 6])
+        llm.on_step(child.release)
+        with pytest.raises(BranchReleased):
+            call(child)
+        llm.engine.listeners.pop()
+    branch.prune()
+    check_idle(llm)
+
+
+def test_e7_a_listener_may_take_itself_away() -> None:
+    llm = scripted(num_blocks=12)
+    calls = []
+
+    def once() -> None:
+        calls.append("once")
+        llm.engine.listeners.remove(once)
+
+    llm.on_step(once)
+    llm.on_step(lambda: calls.append("always"))
+    llm.branch([1]).generate(max_tokens=1)
+    assert calls == ["once", "always", "always"]
+
+
+def test_e8_a_branch_that_is_released_inside_a_failing_step() -> None:
+    def next_token(past: list[int]) -> int:
+        if len(past) > 5:
+            branch.release()
+            raise RuntimeError("boom")
+        return 1
+
+    llm = LLM(ScriptedModel(next_token), num_blocks=8, block_size=4)
+    branch = llm.branch([1, 2, 3])
+    assert branch.generate(temperature=0, max_tokens=9).finish_reason == "abort"
+    check_idle(llm)
+
+
+def test_e9_scores_that_are_no_numbers_fail() -> None:
+    def next_token(past: list[int]) -> list[float]:
+        return [float("nan") if past[-1] == 7 else 0.0] * 512
+
+    llm = LLM(ScriptedModel(next_token), num_blocks=8, block_size=4)
+    branch = llm.branch([1, 2, 3])
+    assert len(branch.score([[1, 2], [7]])) == 2
+    with pytest.raises(StepFailed, match="not finite"):
+        branch.score([[1, 2], [7, 1]])
+    branch.extend([7])
+    with pytest.raises(StepFailed, match="not finite"):
+        branch.score([[1]])
+    branch.prune()
     check_idle(llm)

@@ -186,12 +186,18 @@ def bad_calls(llm: Any, branch: Any) -> list[tuple[str, Callable[[], Any]]]:
         ("candidates", lambda: branch.score([[512]])),
         ("text", lambda: branch.extend([512])),
         ("branches", lambda: llm.step([branch, branch])),
+        ("branches", lambda: llm.step([LLM(ScriptedModel(len), num_blocks=4).branch([1])])),
+        ("params", lambda: llm.step([branch], SamplingParams(), max_tokens=2)),
+        ("params", lambda: llm.step([branch], [SamplingParams()], max_tokens=2)),
+        ("temprature", lambda: llm.step([branch], temprature=1.0)),
+        ("prompt", lambda: llm.stream([512])),
+        ("stop", lambda: llm.stream([1], stop="x")),
         ("params", lambda: branch.expand(params=[])),
         ("params", lambda: branch.expand(3, params=[SamplingParams()])),
     ]
 
 
-@pytest.mark.parametrize("index", range(30))
+@pytest.mark.parametrize("index", range(36))
 def test_bad_input_names_its_field_and_changes_nothing(make_tiny: MakeLLM, index: int) -> None:
     llm = make_tiny()
     branch = llm.branch(PROMPT)
@@ -212,9 +218,11 @@ def test_too_long_is_refused_before_anything_runs(make_tiny: MakeLLM) -> None:
         lambda: llm.generate([PROMPT, PROMPT * 2]),
         lambda: branch.extend(PROMPT),
         lambda: branch.score([PROMPT]),
+        lambda: llm.stream(PROMPT * 2),
     ):
         with pytest.raises(OutOfCapacity, match="tokens"):
             call()
+        assert len(llm.engine.sequences) == 1
     assert llm.stats() == before
 
 

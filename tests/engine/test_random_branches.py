@@ -81,9 +81,7 @@ def interrupt_copies(llm: LLM, at: int) -> Iterator[None]:
         del runner.copy_blocks
 
 
-FAULT = st.sampled_from(
-    [None, None, None, None, fail_forward, fail_reservation, interrupt, interrupt_copies]
-)
+FAULT = st.sampled_from([None, None, None, None, fail_forward, fail_reservation, interrupt, interrupt_copies])
 ENDED = (StepFailed, KeyboardInterrupt)  # what a fault may raise
 MAY_RAISE = (fail_forward, interrupt, interrupt_copies)
 
@@ -430,7 +428,7 @@ class Branches(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("block_size", [1, 2, 4, 16])
 def test_random_use_of_branches(block_size: int) -> None:
-    run(block_size, max_examples=20)
+    run(block_size, max_examples=10)
 
 
 def run(block_size: int, max_examples: int) -> None:
