@@ -59,7 +59,7 @@ def main() -> None:
     # times slower. OpenMP reads this when torch is imported, so it must come first.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
-        status = app(standalone_mode=False)
+        status = app(prog_name="ramet", standalone_mode=False)
     except KeyboardInterrupt:
         status = 130
     except BrokenPipeError:  # whoever read our output has enough
@@ -88,9 +88,9 @@ def _report(error: Exception) -> int:
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from ramet import __version__
+        from importlib.metadata import version
 
-        print(f"ramet {__version__}")
+        print(f"ramet {version('ramet')}")
         raise typer.Exit
 
 

@@ -130,7 +130,7 @@ class _Show:
     def __enter__(self) -> None:
         """Nothing to prepare."""
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: object, *exc: object) -> None:
         """Nothing to end."""
 
     def frame(self, *, force: bool) -> None:
@@ -154,8 +154,9 @@ class _Animated(_Show):
     def __enter__(self) -> None:
         self._live.start()
 
-    def __exit__(self, *exc: object) -> None:
-        self._live.update(picture(self.search, self.gauges), refresh=True)
+    def __exit__(self, kind: object, *exc: object) -> None:
+        if kind is None:
+            self._live.update(picture(self.search, self.gauges), refresh=True)
         self._live.stop()
 
     def frame(self, *, force: bool) -> None:
@@ -169,8 +170,9 @@ class _Plain(_Show):
 
     _said = ""
 
-    def __exit__(self, *exc: object) -> None:
-        self._console.print(picture(self.search, self.gauges))
+    def __exit__(self, kind: object, *exc: object) -> None:
+        if kind is None:
+            self._console.print(picture(self.search, self.gauges))
 
     def frame(self, *, force: bool) -> None:
         if self.search.status != self._said and self._due(_PLAIN_S, force):

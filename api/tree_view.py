@@ -18,6 +18,10 @@ from ramet.engine.engine import Stats
 
 _STYLE: dict[State, str] = {"kept": "bold cyan", "pruned": "dim", "solved": "bold green", "wrong": "red"}
 _MARK: dict[State, str] = {"kept": "●", "pruned": "✂", "solved": "✔", "wrong": "✗"}
+_LEGEND = (
+    "● kept  ✂ pruned  ✔ checked  ✗ wrong   "
+    "fit: how well the numbers suit 24, to the model   24?: its chance of 24"
+)
 _BAR_WIDTH = 40
 _TALL = 44  # lines of a window that has room for everything
 _FACTOR_FLOOR = -6.0  # a mean log-probability of a factor that gives an empty bar
@@ -31,7 +35,8 @@ class Gauges:
     bytes_per_token: int
     max_model_len: int
     first: Stats  # before anything was computed
-    final: Stats  # now, and after everything is released
+    stats: Stats  # now
+    final: Stats | None = None  # after everything was released
     num_branches: int = 0
     unshared_tokens: int = 0  # what the branches would hold if nothing were shared
     sharing_ratio: float = 1.0
@@ -43,7 +48,7 @@ class Gauges:
     def update(self, stats: Stats, num_branches: int, num_writing: int = 0) -> None:
         """Look again. `num_writing` tokens are just being written: `stats` has their blocks, not yet them."""
         pages = stats.pages
-        self.final, self.num_branches = stats, num_branches
+        self.stats, self.num_branches = stats, num_branches
         self.unshared_tokens = pages.logical_tokens + num_writing
         self.sharing_ratio = self.unshared_tokens / max(1, pages.physical_tokens + num_writing)
         self.peak_branches = max(self.peak_branches, num_branches)
@@ -60,8 +65,9 @@ def picture(search: Search, gauges: Gauges, height: int | None = None) -> Render
     """The whole view; in a window of few lines, without the moves that were not kept."""
     cards = " ".join(map(str, search.cards))
     title = f"[bold]ramet demo[/]  make {TARGET} from [bold yellow]{cards}[/]"
+    tree = _tree(search, height is None or height >= _TALL) if search.root is not None else Text("")
     frame = Panel(
-        _tree(search, height is None or height >= _TALL) if search.root is not None else Text(""),
+        Group(tree, Text(_LEGEND, style="dim")),
         title=title,
         title_align="left",
         border_style="green",
@@ -138,7 +144,7 @@ def _dropped(thought: Thought, most: int = 4) -> Text:
 
 
 def _pages(gauges: Gauges) -> Table:
-    pages = gauges.final.pages
+    pages = gauges.stats.pages
     table = Table.grid(padding=(0, 2))
     table.add_row("blocks", Text.assemble(_blocks_bar(gauges), "  ", _blocks_legend(gauges)))
     held = pages.num_in_use * pages.block_size
@@ -164,7 +170,7 @@ def _contiguous(gauges: Gauges) -> Text:
 
 
 def _blocks_bar(gauges: Gauges) -> Text:
-    pages = gauges.final.pages
+    pages = gauges.stats.pages
     used = math.ceil(pages.num_in_use * _BAR_WIDTH / pages.num_blocks)
     idle = min(_BAR_WIDTH - used, math.ceil(pages.num_cached_idle * _BAR_WIDTH / pages.num_blocks))
     rest = _BAR_WIDTH - used - idle
@@ -172,7 +178,7 @@ def _blocks_bar(gauges: Gauges) -> Text:
 
 
 def _blocks_legend(gauges: Gauges) -> Text:
-    pages = gauges.final.pages
+    pages = gauges.stats.pages
     return Text.assemble(
         (f"{pages.num_in_use} in use", "cyan"),
         (f"  {pages.num_cached_idle} cached idle", "yellow"),
@@ -186,7 +192,7 @@ def _blocks_legend(gauges: Gauges) -> Text:
 
 def plain_line(search: Search, gauges: Gauges) -> str:
     """One line for a pipe or a log."""
-    pages = gauges.final.pages
+    pages = gauges.stats.pages
     return (
         f"{search.status} | blocks {pages.num_in_use} in use, {pages.num_cached_idle} cached idle, "
         f"{pages.num_free} free | {gauges.num_branches} branches, shared x{gauges.sharing_ratio:.1f}"
@@ -204,8 +210,9 @@ def summary(search: Search, gauges: Gauges) -> Table:
 
 
 def _facts(search: Search, gauges: Gauges) -> Iterator[tuple[str, RenderableType]]:
-    pages = gauges.final.pages
-    num_computed = gauges.final.num_computed_tokens - gauges.first.num_computed_tokens
+    final = gauges.final or gauges.stats
+    pages = final.pages
+    num_computed = final.num_computed_tokens - gauges.first.num_computed_tokens
     resend = search.scorer.resend_tokens if search.scorer is not None else 0
     reserved = gauges.mib(gauges.peak_branches * gauges.max_model_len)
     yield "answer", _verdict(search)

@@ -19,6 +19,7 @@ from ramet.engine.model_attention import Attend, AttendCall, ModelShape
 
 # Of exactly this form: norm, attention, norm, gated MLP. Families that look alike scale something more.
 _CLASSES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+_FUSED_ATTRIBUTE = "_ramet_fused"
 _NUM_COMPARED = 8  # tokens that both passes run at load
 
 Forward: TypeAlias = Callable[[Tensor, Tensor, Tensor, Attend], Tensor]  # LoadedModel.forward
@@ -100,6 +101,9 @@ def fuse(module: Any, shape: ModelShape, forward: Forward) -> FusedLlama | None:
     """The fused pass of a llama-shaped module, if it computes what `forward`, the module's own pass, does."""
     if type(module).__name__ not in _CLASSES or getattr(module.config, "hidden_act", None) != "silu":
         return None
+    known: FusedLlama | None = getattr(module, _FUSED_ATTRIBUTE, None)
+    if known is not None:
+        return known  # several engines may run one module; its weights are joined once
     fused = FusedLlama(module, shape)
     token_ids = torch.arange(_NUM_COMPARED, device=module.lm_head.weight.device) % shape.vocab_size
     positions = torch.arange(_NUM_COMPARED, device=token_ids.device)
@@ -108,7 +112,10 @@ def fuse(module: Any, shape: ModelShape, forward: Forward) -> FusedLlama | None:
         token_ids, positions, positions, AttendCall(_attend_densely, shape, "fused")
     ).float()
     tolerance = 1e-4 if module.lm_head.weight.dtype == torch.float32 else 0.1
-    return fused if (found - expected).norm() <= tolerance * expected.norm() else None
+    if (found - expected).norm() > tolerance * expected.norm():
+        return None
+    setattr(module, _FUSED_ATTRIBUTE, fused)
+    return fused
 
 
 def _attend_densely(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

@@ -11,14 +11,21 @@ from torch import Tensor
 class Linear:
     """x [T, I] -> x W + b [T, O].
 
-    In fp32 the weight lies as [I, O] and the module that it came from reads it through a view. In bfloat16 on
-    a CPU, oneDNN would put a plain weight into its own order at each call, so it is stored in that order.
+    In fp32 the weight lies as [I, O]. In bfloat16 on a CPU, oneDNN would put a plain weight into its own
+    order at each call, so it is stored in that order.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight = weight  # [I, O], contiguous
         self._bias = bias  # [O]
-        self._packed: Tensor | None = _pack(weight)
+        self._packed = _pack(weight)
+        self._weight = weight  # [I, O], contiguous
+        if self._packed is not None:
+            self._weight = weight.new_empty(0)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the weight lies in oneDNN's own order, and so in a copy of its own."""
+        return self._packed is not None
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._packed is not None:
@@ -35,10 +42,18 @@ class Linear:
 
 
 def join_linears(linears: list[Any]) -> Linear:
-    """Several nn.Linear with one input as one product with their outputs side by side."""
-    joined = torch.cat([linear.weight.detach().t() for linear in linears], dim=1)  # [I, O]
+    """Several nn.Linear with one input as one product with their outputs side by side.
+
+    Where the weight is not packed, the modules' own weights become views of it, so that nothing is held twice.
+    """
+    joined = torch.cat([linear.weight.detach().t() for linear in linears], dim=1).contiguous()
     biases = [linear.bias for linear in linears]
-    return Linear(joined.contiguous(), None if biases[0] is None else torch.cat(biases).detach())
+    result = Linear(joined, None if biases[0] is None else torch.cat(biases).detach())
+    if not result.is_packed:
+        parts = torch.split(joined, [linear.weight.shape[0] for linear in linears], dim=1)
+        for linear, part in zip(linears, parts, strict=True):
+            linear.weight.data = part.t()
+    return result
 
 
 def _pack(weight: Tensor) -> Tensor | None:

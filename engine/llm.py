@@ -41,6 +41,7 @@ class LLM:
         min_partial: tokens that a prefix hit inside a block must have to be used; 1 is exact to the token,
             None a quarter of a block.
         seed: where requests without a seed get theirs from.
+        cache_dir: where the embedded model's converted weights are kept, instead of the user's cache.
 
     Raises InvalidInput, ModelNotFound or UnsupportedModel.
     """
@@ -181,7 +182,7 @@ class LLM:
     ) -> Branch:
         """A branch at the end of a prompt, or of `messages` through the chat template; computed now.
 
-        Raises InvalidInput or OutOfCapacity.
+        Raises InvalidInput or OutOfCapacity; StepFailed if the model failed.
         """
         if (prompt is None) == (messages is None):
             raise InvalidInput("prompt", "or messages must be given, and not both")
@@ -210,6 +211,8 @@ class LLM:
         """Continue several branches in one batch, by one token unless the settings say more.
 
         `params` is one for all or one for each. Each branch is extended by what it generated.
+        Raises InvalidInput, or OutOfCapacity if a branch has no room for one token more, before anything
+        runs; StepFailed if the model failed: the branches keep what they had generated until then.
         """
         if not branches:
             return []
@@ -358,7 +361,10 @@ class Branch:
         self._sequence.token_ids += new
 
     def generate(self, params: SamplingParams | None = None, **settings: Any) -> Choice:
-        """Continue this branch; the tokens are appended to it. `settings` are fields of SamplingParams."""
+        """Continue this branch; the tokens are appended to it. `settings` are fields of SamplingParams.
+
+        Raises as `LLM.step` does.
+        """
         self._check_unused()
         return self.llm._continue([self], [_params(params, settings)])[0]
 
@@ -372,7 +378,7 @@ class Branch:
         """`n` new children that each generate, in one batch; `params` may give each its own settings.
 
         What the branch still has to compute is computed once, for all of them. The children's choices are
-        their `output`.
+        their `output`. Raises as `LLM.step` does, and then leaves no child.
         """
         self._check_unused()
         generations = self._child_generations(n, params, settings)
@@ -424,7 +430,8 @@ class Branch:
     def score(self, candidates: Seq[Prompt]) -> list[Score]:
         """The log-probabilities of candidate continuations, in one batch; the branch does not change.
 
-        The branch's own tokens are not computed again. Raises InvalidInput or OutOfCapacity.
+        The branch's own tokens are not computed again. Raises InvalidInput or OutOfCapacity; StepFailed if
+        the model failed.
         """
         self._check_unused()
         if isinstance(candidates, str):

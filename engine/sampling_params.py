@@ -70,11 +70,6 @@ class SamplingParams:
         assert isinstance(self.stop, tuple), "made a tuple when the object was made"
         return self.stop
 
-    def child_seed(self, index: int) -> int | None:
-        """The seed of choice ``index``: one stream for each, whatever n is; choice 0 has the seed itself."""
-        assert 0 <= index < self.n, "one seed for each choice"
-        return None if self.seed is None else derive_seed(self.seed, index)
-
 
 def derive_seed(seed: int, index: int) -> int:
     """A seed for the index-th of several streams that come from one seed; index 0 is the seed itself."""

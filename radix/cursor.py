@@ -237,12 +237,9 @@ class Cursor:
             del tail.tokens[filled:]
 
     def _copy_borrowed(self) -> None:
-        tree, size = self.cache.tree, self.cache.block_size
-        node = self.node
-        kept = self.length - (node.end - size)
-        key_at = len(node.key) - tree.block_bytes
-        tokens = node.key[key_at : key_at + kept * TOKEN_BYTES]
-        block = self.cache.copy_of(node.blocks[-1], kept)
+        tree, node = self.cache.tree, self.node
+        tokens = self._borrowed_tokens()
+        block = self.cache.copy_of(node.blocks[-1], len(tokens) // TOKEN_BYTES)
         whole = len(node.blocks) - 1
         above = tree.split(node, whole) if whole else node.parent
         assert above is not None, "a root has no block to borrow"
@@ -258,14 +255,18 @@ class Cursor:
         """Turn the borrowed block into this branch's tail without a copy: it leaves the tree."""
         assert self.can_take_over(), "the borrowed block has other users"
         tree, node = self.cache.tree, self.node
-        kept = self.length - (node.end - self.cache.block_size)
-        key_at = len(node.key) - tree.block_bytes
-        tokens = node.key[key_at : key_at + kept * TOKEN_BYTES]
+        tokens = self._borrowed_tokens()
         self.tail = Tail(tree.detach_last_block(node), tokens)
         if not node.blocks:
             assert node.parent is not None, "a root has no block to take over"
             self.move(node.parent, touch=False)
             tree.drop_empty(node)
+
+    def _borrowed_tokens(self) -> bytearray:
+        """This branch's tokens in the block that it borrows."""
+        node = self.node
+        beyond = (node.end - self.length) * TOKEN_BYTES
+        return node.key[-self.cache.tree.block_bytes : len(node.key) - beyond]
 
     def move(self, node: Node, *, touch: bool) -> None:
         """Rest on `node` instead. Locks first, so that what both paths share stays protected."""

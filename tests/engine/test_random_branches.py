@@ -123,6 +123,7 @@ class Branches(RuleBasedStateMachine):
         delayed=st.booleans(),
     )
     def start(self, num_blocks: int, max_batch_tokens: int, min_partial: int | None, delayed: bool) -> None:
+        num_blocks = min(num_blocks, 160 // self.block_size)  # tiny, so that it is often dry
         self.llm = LLM(
             MODEL,
             num_blocks=num_blocks,
@@ -130,13 +131,19 @@ class Branches(RuleBasedStateMachine):
             max_batch_tokens=max_batch_tokens,
             min_partial=min_partial,
         )
-        self.llm.on_step(lambda: check_invariants(self.llm))
+        self.llm.on_step(self.after_step)
+        self.num_computed = 0
         self.room = num_blocks * self.block_size
         self.past: dict[Branch, list[int]] = {}
         self.family: dict[Branch, Branch | None] = {}
         self.delayed = delayed
         self.streams: dict[Generator[Delta], tuple[list[list[int]], list[Choice]]] = {}
         self.num_faults = 0
+
+    def after_step(self) -> None:
+        check_invariants(self.llm)
+        before, self.num_computed = self.num_computed, self.llm.engine.num_computed_tokens
+        assert self.num_computed - before <= self.llm.config.max_batch_tokens
 
     # -- helpers ---------------------------------------------------------------------------------------
 
@@ -421,6 +428,7 @@ class Branches(RuleBasedStateMachine):
                 stream.close()
             for branch in list(self.past):
                 branch.release()
+            self.llm.engine.step()  # interrupted copies are done, and let go of their blocks
             check_idle(self.llm)
             self.llm.generate([0] * self.room, max_tokens=1)  # the whole pool can still be had
             check_idle(self.llm)

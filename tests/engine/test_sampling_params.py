@@ -81,14 +81,9 @@ def test_stops_are_a_tuple_that_cannot_change() -> None:
 
 
 def test_each_choice_has_its_own_seed() -> None:
-    params = SamplingParams(n=128, seed=7)
-    seeds = [params.child_seed(index) for index in range(128)]
+    seeds = [derive_seed(7, index) for index in range(128)]
     assert seeds[0] == 7
     assert len(set(seeds)) == 128
-    assert SamplingParams(n=1, seed=7).child_seed(0) == 7
-    # A choice keeps its stream when there are more or fewer of them.
-    assert SamplingParams(n=4, seed=7).child_seed(3) == seeds[3]
-    assert SamplingParams(n=2).child_seed(1) is None
 
 
 def test_derived_seeds_of_neighbours_do_not_meet() -> None:
