@@ -72,10 +72,18 @@ class Engine:
 
     # -- sequences -----------------------------------------------------------------------------------
 
-    def new_sequence(self, token_ids: list[int], *, keep: bool, namespace: Hashable = LOCAL) -> Sequence:
-        """A sequence without pages. Raises OutOfCapacity if it could never be held."""
+    def new_sequence(
+        self, token_ids: list[int], *, keep: bool, namespace: Hashable = LOCAL, cache: bool = True
+    ) -> Sequence:
+        """A sequence without pages. Raises OutOfCapacity if it could never be held.
+
+        Without `cache` it finds nothing that others computed, its pages serve nobody but its own forks, and
+        they are freed when it goes.
+        """
         self.check_length(len(token_ids))
-        return self._add(Sequence(token_ids, namespace, keep=keep))
+        sequence = Sequence(token_ids, namespace if cache else object(), keep=keep)
+        sequence.cacheable = cache
+        return self._add(sequence)
 
     def fork(self, sequence: Sequence, at: int | None = None, *, keep: bool) -> Sequence:
         """Another sequence on the same pages, at any moment."""
@@ -94,7 +102,9 @@ class Engine:
         if cursor is None:
             return 0
         free = self.cache.pool.num_free
-        if prune:
+        if not sequence.cacheable:
+            cursor.base = 0  # nobody else can ever find these pages
+        if prune or not sequence.cacheable:
             return cursor.prune()
         cursor.release()
         return self.cache.pool.num_free - free
@@ -136,9 +146,10 @@ class Engine:
         """A seed for a request that has none."""
         return int(self._seeds.integers(2**63))
 
-    def submit(self, sequence: Sequence, run: Run) -> None:
-        """Let `sequence` do `run`, after what was submitted before."""
+    def submit(self, sequence: Sequence, run: Run, *, priority: int = 0) -> None:
+        """Let `sequence` do `run`, after what was submitted before with this priority or a higher one."""
         assert sequence.run is None, "a sequence does one thing at a time"
+        sequence.priority = priority
         self._arrivals += 1
         sequence.arrival = (self._arrivals,)
         sequence.run = run

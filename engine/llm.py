@@ -96,21 +96,30 @@ class LLM:
     # -- whole prompts -----------------------------------------------------------------------------
 
     def generate(
-        self, prompts: Prompt | Seq[Prompt], params: SamplingParams | None = None, **settings: Any
+        self,
+        prompts: Prompt | Seq[Prompt],
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        priority: int = 0,
+        cache: bool = True,
+        **settings: Any,
     ) -> list[Output]:
         """Generate from one or several prompts, each a text or a list of token ids.
 
-        `settings` are the fields of SamplingParams, instead of `params`. All prompts are checked before
-        anything runs. Raises InvalidInput or OutOfCapacity; StepFailed if the model failed.
+        `params` is one for all or one for each; `settings` are the fields of SamplingParams, instead. A
+        higher `priority` is served first. Without `cache` nothing cached is used and nothing stays cached.
+        All prompts are checked before anything runs. Raises InvalidInput or OutOfCapacity; StepFailed if the
+        model failed.
         """
-        params = _params(params, settings)
         many = [self.encode(prompt) for prompt in _prompts(prompts)]
+        each = _each(params, settings, len(many))
+        _check_int("priority", priority)
         requests: list[Request] = []
         try:
-            for token_ids in many:
-                requests.append(self._request(token_ids, params))
+            for token_ids, own in zip(many, each, strict=True):
+                requests.append(self._request(token_ids, own, cache=cache))
             for sequence, run, _ in requests:
-                self.engine.submit(sequence, run)
+                self.engine.submit(sequence, run, priority=priority)
             self.engine.run(choice for _, run, choices in requests for choice in (run, *choices))
         finally:
             self._release_all(requests)
@@ -156,9 +165,9 @@ class LLM:
         finally:
             self._release_all([request])
 
-    def _request(self, token_ids: list[int], params: SamplingParams) -> Request:
+    def _request(self, token_ids: list[int], params: SamplingParams, *, cache: bool = True) -> Request:
         self._check_params(params)
-        sequence = self.engine.new_sequence(list(token_ids), keep=False)
+        sequence = self.engine.new_sequence(list(token_ids), keep=False, cache=cache)
         generations = self.engine.generations(sequence, params)
         run: Run = generations[0] if len(generations) == 1 else FanOut(generations, keep=False)
         return sequence, run, generations
@@ -530,6 +539,22 @@ def _params(params: SamplingParams | None, settings: dict[str, Any]) -> Sampling
 def _check_either(params: object, settings: dict[str, Any]) -> None:
     if params is not None and settings:
         raise InvalidInput("params", f"cannot be given together with {', '.join(sorted(settings))}")
+
+
+def _each(
+    params: SamplingParams | Seq[SamplingParams] | None, settings: dict[str, Any], count: int
+) -> list[SamplingParams]:
+    """The settings of each of `count` prompts or branches."""
+    if params is None or isinstance(params, SamplingParams):
+        return [_params(params, settings)] * count
+    if settings or len(params) != count:
+        raise InvalidInput("params", f"must be one for all or {count}, and without settings beside them")
+    return list(params)
+
+
+def _check_int(field: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not -(2**31) <= value < 2**31:
+        raise InvalidInput(field, "must be a whole number of 32 bits", value)
 
 
 def _fields(params: SamplingParams) -> dict[str, Any]:

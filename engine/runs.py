@@ -24,6 +24,11 @@ class Run:
         self.finished = False
         self.error: BaseException | None = None
 
+    @property
+    def num_tokens_left(self) -> int:
+        """How many tokens the run may still add to its sequence."""
+        return 0
+
     def start(self, sequence: Sequence) -> None:
         """The sequence is submitted with this run."""
 
@@ -58,6 +63,10 @@ class Generation(Run):
         self._ends = (frozenset() if params.ignore_eos else eos_token_ids) | frozenset(params.stop_token_ids)
         self._detokenizer = IncrementalDetokenizer(tokenizer) if tokenizer is not None else None
         self._stops = StopChecker(params.stops)
+
+    @property
+    def num_tokens_left(self) -> int:
+        return self.allowance - len(self.choice.token_ids)
 
     def start(self, sequence: Sequence) -> None:
         self.logits_from = len(sequence.token_ids) - 1

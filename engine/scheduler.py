@@ -1,16 +1,20 @@
 """Decides what runs in a step, and who makes room when the pool is dry. It touches no tensor.
 
-Decode rows come first, then prefill chunks, oldest first, under one token budget; then waiting requests are
-admitted in order of arrival. When blocks run out: idle cached blocks go (the pages see to that), then idle
-branches are parked, least recently used first, and then the youngest running request is preempted, which is
-parking too. A parked sequence comes back as a prompt of its own tokens.
+Decode rows come first, then prefill chunks, oldest first within a priority, under one token budget; then
+waiting requests are admitted in the same order. One whose next block somebody else is computing waits for it.
+When blocks run out: idle cached blocks go (the pages see to that), then idle branches are parked, least
+recently used first, and then a running request is preempted, which is parking too. A parked sequence comes
+back as a prompt of its own tokens.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Hashable
+
+from sortedcontainers import SortedKeyList
 
 from ramet.engine.errors import OutOfCapacity
+from ramet.engine.preemption import choose_victim
 from ramet.engine.sequence import Sequence
 from ramet.engine.step import Row, Step
 from ramet.radix.accounting import depth_first
@@ -57,7 +61,7 @@ class Scheduler:
     def __init__(self, cache: PrefixCache, max_batch_tokens: int) -> None:
         self.cache = cache
         self.max_batch_tokens = max_batch_tokens
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = SortedKeyList(key=lambda sequence: sequence.rank)
         self.running: dict[Sequence, None] = {}  # in order of admission
         self.idle: dict[Sequence, None] = {}  # live branches that nobody runs, least recently used first
         self.refused: list[tuple[Sequence, OutOfCapacity]] = []  # can never fit; the engine tells them
@@ -71,7 +75,7 @@ class Scheduler:
     def submit(self, sequence: Sequence) -> None:
         """Queue a sequence that has a run."""
         self.idle.pop(sequence, None)
-        self.waiting.append(sequence)
+        self.waiting.add(sequence)
 
     def start_now(self, sequence: Sequence) -> None:
         """Let a live fork of a running sequence run without waiting: it needs no block yet."""
@@ -79,13 +83,13 @@ class Scheduler:
         self.running[sequence] = None
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence, wherever it is: O(1), O(waiting) for one that waits."""
+        """Forget a sequence, wherever it is."""
         if sequence in self.running:
             del self.running[sequence]
         elif sequence in self.idle:
             del self.idle[sequence]
-        elif self.waiting and sequence in self.waiting:
-            self.waiting.remove(sequence)
+        else:
+            self.waiting.discard(sequence)
 
     def rest(self, sequence: Sequence) -> None:
         """The sequence's run has ended and its branch stays: it is the most recently used idle one."""
@@ -105,7 +109,7 @@ class Scheduler:
         picks = self._pick_running()
         while not self._reserve(picks):
             if not self._park_idle(None):
-                self._preempt()
+                self._preempt(picks)
                 picks = self._pick_running()
         self._admit(picks)
         if not picks:
@@ -132,8 +136,7 @@ class Scheduler:
         """What the running sequences compute next: first rows of one token, then chunks, oldest first."""
         budget = self.max_batch_tokens
         picks = []
-        decoding = [s for s in self.running if s.num_to_do <= 1]
-        for sequence in [*decoding, *(s for s in self.running if s.num_to_do > 1)]:
+        for sequence in sorted(self.running, key=lambda s: (s.num_to_do > 1, s.rank)):
             if budget == 0:
                 break
             pick = self._pick(sequence, budget)
@@ -166,32 +169,65 @@ class Scheduler:
     def _admit(self, picks: list[Pick]) -> None:
         """Start waiting sequences, oldest first, as long as there are tokens in the budget and blocks."""
         budget = self.max_batch_tokens - sum(pick.end - pick.begin for pick in picks)
-        while self.waiting and budget > 0:
-            sequence = self.waiting[0]
-            pick = self._start(sequence, budget)
-            if pick is not None:
-                self.waiting.popleft()
-                self.running[sequence] = None
-                if pick.begin == pick.end:
-                    self.complete.append(sequence)
-                    continue
-                picks.append(pick)
-                budget -= pick.end - pick.begin
-            elif not self._park_idle(sequence):
-                if self.running:
-                    return  # what runs will make room
-                if not self._park(sequence):
-                    self.waiting.popleft()
-                    self._refuse(sequence)
+        claims = {self._claim(pick.sequence, pick.sequence.num_computed) for pick in picks}
+        for sequence in list(self.waiting):
+            if budget <= 0:
+                return
+            claim = self._next_block(sequence)
+            if claim is not None and claim in claims:
+                continue  # a sibling computes it; then it is a hit
+            pick = self._start_or_make_room(sequence, budget, bool(picks))
+            if pick is None:
+                return
+            if pick.begin == pick.end:
+                self.complete.append(sequence)
+                continue
+            claims.add(claim)
+            picks.append(pick)
+            budget -= pick.end - pick.begin
+
+    def _next_block(self, sequence: Sequence) -> Hashable:
+        """What a waiting sequence would compute first, as `_claim` has it."""
+        cached = self.cache.num_cached_blocks(sequence.namespace, pack(sequence.token_ids))
+        if sequence.is_live:
+            if sequence.num_computed < cached * self.cache.block_size:
+                sequence.live_cursor.park()  # others have computed more of its tokens: it is placed again
+            else:
+                return self._claim(sequence, sequence.num_computed)
+        return self._claim(sequence, cached * self.cache.block_size)
+
+    def _claim(self, sequence: Sequence, position: int) -> Hashable:
+        """The block that `position` lies in, by all tokens up to its end; None if they do not fill it."""
+        end = (position // self.cache.block_size + 1) * self.cache.block_size
+        if end > len(sequence.token_ids):
+            return None
+        return sequence.namespace, pack(sequence.token_ids[:end])
+
+    def _start_or_make_room(self, sequence: Sequence, budget: int, others_run: bool) -> Pick | None:
+        """Move a waiting sequence to those that run; None if there is no room for it yet, or ever."""
+        while (pick := self._start(sequence, budget)) is None:
+            if self._park_idle(sequence):
+                continue
+            if others_run or self.running:
+                return None  # what runs will make room
+            if not self._park(sequence):
+                self.waiting.remove(sequence)
+                self._refuse(sequence)
+                return None
+        self.waiting.remove(sequence)
+        self.running[sequence] = None
+        return pick
 
     def _start(self, sequence: Sequence, budget: int) -> Pick | None:
         """Give a waiting sequence its cursor and the blocks of its first chunk; None if there is no room."""
         if not sequence.is_live:
             tokens = pack(sequence.token_ids)
-            cursor = self.cache.admit(sequence.namespace, tokens, sequence.cursor)
+            headroom = self._headroom(sequence)
+            cursor = self.cache.admit(sequence.namespace, tokens, sequence.cursor, headroom=headroom)
             if cursor is None:
                 return None
             sequence.cursor = cursor
+            sequence.safe_until = len(sequence.token_ids) + headroom
             if sequence.num_cached_tokens is None:
                 # The last token of a prompt always runs, so that there are logits.
                 sequence.num_cached_tokens = min(cursor.length, len(tokens) // TOKEN_BYTES - 1)
@@ -199,6 +235,14 @@ class Scheduler:
         sequence.live_cursor.keep_row()
         pick = self._pick(sequence, budget)
         return pick if self._reserve([pick]) else None
+
+    def _headroom(self, sequence: Sequence) -> int:
+        """Tokens that a sequence must be able to add at once: a block if it was preempted, so that each time
+        it runs it gets further, and no more than it may add at all."""
+        if sequence.cursor is None or sequence.run is None:
+            return 0
+        # The last token is sampled and not fed, so it needs no slot.
+        return max(0, min(self.cache.block_size, sequence.run.num_tokens_left - 1))
 
     # -- making room -----------------------------------------------------------------------------------
 
@@ -217,13 +261,26 @@ class Scheduler:
         self.idle.pop(sequence, None)
         return True
 
-    def _preempt(self) -> None:
-        """Park the youngest running sequence and put it first in the queue."""
-        victim = max(self.running, key=lambda sequence: sequence.arrival)
+    def _preempt(self, picks: list[Pick]) -> None:
+        """Park a running sequence, so that the first of `picks` that lacks blocks can go on."""
+        needy, num_short = self._first_short(picks)
+        victim = choose_victim(self.running, needy, num_short)
         del self.running[victim]
         self._park(victim)
-        self.waiting.appendleft(victim)
+        self.waiting.add(victim)
         self.num_preemptions += 1
+
+    def _first_short(self, picks: list[Pick]) -> tuple[Sequence, int]:
+        """The first of `picks`, by rank, for which the blocks do not suffice, and how many it lacks."""
+        writes = []
+        for pick in sorted(picks, key=lambda pick: pick.sequence.rank):
+            if pick.num_written:
+                writes.append((pick.sequence.live_cursor, pick.num_written))
+                short = self.cache.num_needed(writes) - self.cache.num_available
+                if short > 0:
+                    return pick.sequence, short
+        # The source of a queued copy, or a block taken over, made the difference: the last one waits.
+        return max((pick.sequence for pick in picks), key=lambda sequence: sequence.rank), 1
 
     def _refuse(self, sequence: Sequence) -> None:
         needed = -(-len(sequence.token_ids) // self.cache.block_size)

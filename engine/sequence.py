@@ -21,7 +21,19 @@ class Sequence:
     that were not fed yet, or what is to be recomputed after parking.
     """
 
-    __slots__ = ("arrival", "cursor", "id", "keep", "namespace", "num_cached_tokens", "run", "token_ids")
+    __slots__ = (
+        "arrival",
+        "cacheable",
+        "cursor",
+        "id",
+        "keep",
+        "namespace",
+        "num_cached_tokens",
+        "priority",
+        "run",
+        "safe_until",
+        "token_ids",
+    )
 
     def __init__(self, token_ids: list[int], namespace: Hashable, *, keep: bool) -> None:
         self.id = next(_ids)
@@ -30,7 +42,10 @@ class Sequence:
         self.keep = keep  # whether somebody holds a handle: if not, the end of its run is its own
         self.cursor: Cursor | None = None  # None until first admitted
         self.run: Run | None = None  # None while idle
+        self.cacheable = True  # whether its pages may serve others, and stay when it goes
+        self.priority = 0  # of its run: higher comes first
         self.arrival: tuple[int, ...] = ()  # orders requests; a fork comes right after what it came from
+        self.safe_until = 0  # not preempted again before it has this many tokens
         self.num_cached_tokens: int | None = None  # of the prompt, at the first admission
 
     @property
@@ -49,6 +64,11 @@ class Sequence:
         return self.live_cursor.length if self.is_live else 0
 
     @property
+    def rank(self) -> tuple[int, tuple[int, ...]]:
+        """The order in which sequences are served: by priority, then oldest first."""
+        return -self.priority, self.arrival
+
+    @property
     def num_to_do(self) -> int:
         return len(self.token_ids) - self.num_computed
 
@@ -56,6 +76,8 @@ class Sequence:
         """A sequence with the same tokens, or the first `at` of them, on the same pages."""
         position = len(self.token_ids) if at is None else at
         child = Sequence(self.token_ids[:position], self.namespace, keep=keep)
+        child.cacheable = self.cacheable
+        child.priority = self.priority
         if self.is_live:
             child.cursor = self.live_cursor.fork(min(position, self.num_computed))
         return child

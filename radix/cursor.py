@@ -206,6 +206,16 @@ class Cursor:
         size = self.cache.block_size
         return BlockTable(list(self.block_ids()), (self.length - 1) % size + 1 if self.length else 0)
 
+    @property
+    def num_exclusive_blocks(self) -> int:
+        """Blocks that no other live branch has: what parking this one would free. O(path of its own)."""
+        count = int(self.tail is not None and self.tail.owners == 1)
+        node: Node | None = self.node
+        while node is not None and node.live == 1:
+            count += len(node.blocks)
+            node = node.parent
+        return count
+
     def keep_row(self) -> None:
         """From now on keep `row` up to date by deltas, as a running branch needs it each step."""
         if self.row is None:

@@ -84,17 +84,24 @@ class PrefixCache:
         """A branch at the longest cached prefix of the first `most` of `tokens` (packed). Takes no block."""
         return self._attach(namespace, self.tree.match(namespace, tokens, most))
 
-    def admit(self, namespace: Hashable, tokens: bytes, cursor: Cursor | None = None) -> Cursor | None:
-        """`attach`, if all of `tokens` can then be reserved; None, and nothing has changed, if not.
+    def num_cached_blocks(self, namespace: Hashable, tokens: bytes) -> int:
+        """Leading whole blocks of `tokens` that the cache holds. Changes nothing."""
+        return self.tree.match(namespace, tokens).length // self.block_size
+
+    def admit(
+        self, namespace: Hashable, tokens: bytes, cursor: Cursor | None = None, *, headroom: int = 0
+    ) -> Cursor | None:
+        """`attach`, if all of `tokens` and `headroom` more can then be reserved; None, unchanged, if not.
 
         With `cursor`, a parked branch is resumed instead of a new one made: its own tokens are its prompt,
         and a prefix of `tokens`. What is cached is charged once, and what the hit itself occupies is not
         counted as room. A borrowed block that cannot be paid for is given up for the whole-block hit.
         """
-        match = self.tree.match(namespace, tokens, None if cursor is None else cursor.length)
-        if not self._fits(match, len(tokens) // TOKEN_BYTES):
+        match = self.tree.match(namespace, tokens)
+        num_tokens = len(tokens) // TOKEN_BYTES + headroom
+        if not self._fits(match, num_tokens):
             match = self.tree.whole_blocks(match)
-            if not self._fits(match, len(tokens) // TOKEN_BYTES):
+            if not self._fits(match, num_tokens):
                 return None
         if cursor is None:
             return self._attach(namespace, match)

@@ -103,7 +103,7 @@ def test_a3_no_hit_on_what_is_not_computed(make_tiny: MakeLLM, ref: Ref) -> None
     llm = make_tiny(max_batch_tokens=128)
     outputs = llm.generate([X[:33], X[:33]], temperature=0, max_tokens=4)
     assert [o.choices[0].token_ids for o in outputs] == [ref(X[:33], 4)] * 2
-    assert outputs[1].num_cached_tokens == 0
+    assert outputs[1].num_cached_tokens == 32, "the twin waited a step"
     aborted, _ = start(llm, Y[:33], 4)
     llm.engine.release(aborted)
     assert greedy(llm, Y[:33], 4) == (ref(Y[:33], 4), 0)
