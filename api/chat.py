@@ -164,12 +164,11 @@ def _heard(branch: Branch, tokenizer: Tokenizer, on_text: Callable[[str], None])
         if text := "".join(map(detokenizer.add, new)):
             on_text(text)
 
-    listeners = branch.llm.engine.listeners
-    listeners.append(listen)
+    stop_listening = branch.llm.on_step(listen)
     try:
         yield
     finally:
-        listeners.remove(listen)
+        stop_listening()
         if text := detokenizer.flush():
             on_text(text)
 

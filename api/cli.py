@@ -57,7 +57,7 @@ def main() -> None:
     """The entry point: every error that a user can cause ends as one line on stderr, never as a trace."""
     # On shared cores, threads that wait by spinning take the time of those they wait for: steps get several
     # times slower. OpenMP reads this when torch is imported, so it must come first.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     try:
         status = app(prog_name="ramet", standalone_mode=False)
     except KeyboardInterrupt:

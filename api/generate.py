@@ -26,7 +26,7 @@ def run(llm: LLM, prompt: str, params: SamplingParams, *, stream: bool, out: Con
         looks.append(llm.stats())
 
     before, start = llm.stats(), time.perf_counter()
-    llm.on_step(look)
+    stop_looking = llm.on_step(look)
     try:
         if not stream:
             _print_done(llm, prompt, params, out)
@@ -35,7 +35,7 @@ def run(llm: LLM, prompt: str, params: SamplingParams, *, stream: bool, out: Con
         else:
             _print_deltas(llm, prompt, params, out)
     finally:
-        llm.engine.listeners.remove(look)
+        stop_looking()
     seconds = time.perf_counter() - start
     line = _numbers(len(llm.encode(prompt)), before, looks, seconds)
     err.print(line, style="dim", highlight=False, soft_wrap=True)

@@ -64,6 +64,7 @@ class Engine:
         self.scheduler = Scheduler(self.cache, config.max_batch_tokens)
         self.sequences: dict[Sequence, None] = {}  # all that were not released
         self.listeners: list[Callable[[], None]] = []  # called after each step
+        self.forgotten: list[Sequence] = []  # whose handles were collected: released with the next step
         self.num_steps = 0
         self.num_computed_tokens = 0
         self.num_generated_tokens = 0
@@ -176,6 +177,8 @@ class Engine:
 
     def step(self) -> None:
         """Run one batch: what is decided, computed, committed, and made of the logits."""
+        while self.forgotten:
+            self.release(self.forgotten.pop())
         self._run_copies()  # those of a step that was interrupted: until then they hold blocks
         scheduled = self.scheduler.schedule()
         self._end_at_once()

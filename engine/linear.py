@@ -44,7 +44,7 @@ class Linear:
 def join_linears(linears: list[Any]) -> Linear:
     """Several nn.Linear with one input as one product with their outputs side by side.
 
-    Where the weight is not packed, the modules' own weights become views of it, so that nothing is held twice.
+    Where the weight is not packed, the modules' own weights become views of it: nothing is held twice.
     """
     joined = torch.cat([linear.weight.detach().t() for linear in linears], dim=1).contiguous()
     biases = [linear.bias for linear in linears]

@@ -89,9 +89,13 @@ class LLM:
         """Counters since the start, and what the pages hold now."""
         return self.engine.stats()
 
-    def on_step(self, listener: Callable[[], None]) -> None:
-        """Call `listener` after each step of the engine: for progress bars and live views."""
+    def on_step(self, listener: Callable[[], None]) -> Callable[[], None]:
+        """Call `listener` after each step of the engine, for progress bars and live views.
+
+        Returns a function that ends this.
+        """
         self.engine.listeners.append(listener)
+        return lambda: self.engine.listeners.remove(listener)
 
     # -- whole prompts -----------------------------------------------------------------------------
 
@@ -295,6 +299,11 @@ class Branch:
         self._released = False
         if parent is not None:
             parent._children[self] = None
+
+    def __del__(self) -> None:
+        # A handle that was forgotten may go at any moment, also in the middle of a step.
+        if not self._released:
+            self.llm.engine.forgotten.append(self._sequence)
 
     def __enter__(self) -> Branch:
         return self

@@ -6,9 +6,9 @@ It knows slots and blocks, never tokens or branches: what is stored where is dec
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 GATHER_BYTES = 4 << 20  # about two L2 caches of a core: what is gathered is still near when it is read
@@ -18,12 +18,13 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     """Zeros, not empty: a slot that nobody wrote yet must hold a finite number.
 
     On the CPU they come from the operating system, which hands out pages as they are first written;
-    torch.zeros would touch gigabytes before the first request.
+    torch.zeros would touch gigabytes before the first request. Small pages on purpose, not numpy's huge ones:
+    a block lies in as many places as there are layers and heads, and clearing 2 MB at each took a second.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    raw = torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8))
-    return raw.view(dtype).view(shape)
+    raw = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    return torch.frombuffer(raw, dtype=dtype).view(shape)
 
 
 class KVPool:

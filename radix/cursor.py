@@ -15,7 +15,7 @@ from ramet.radix.tokens import TOKEN_BYTES
 from ramet.radix.tree import Match, Node
 
 if TYPE_CHECKING:
-    from ramet.radix.prefix_cache import PrefixCache
+    from ramet.radix.prefix_cache import PrefixCache, Reservation
 
 
 class State(IntEnum):
@@ -30,13 +30,13 @@ class Tail:
     A branch reads only the first `length - node.end` of its tokens; another owner may have written more.
     """
 
-    __slots__ = ("block", "joined", "owners", "tokens")
+    __slots__ = ("block", "owners", "tokens", "writer")
 
     def __init__(self, block: int, tokens: bytearray) -> None:
         self.block = block
         self.tokens = tokens
         self.owners = 1  # branches; copies in flight are counted by the pool alone
-        self.joined: list[Cursor] | None = None  # forks since the running step was reserved
+        self.writer: Reservation | None = None  # of the step that is writing here
 
 
 class BlockTable(NamedTuple):
@@ -92,8 +92,8 @@ class Cursor:
             tail.owners += 1
             self.cache.pool.ref_counts[tail.block] += 1
         child = Cursor(self.cache, node, tail, self.length)
-        if tail is not None and tail.joined is not None:
-            tail.joined.append(child)
+        if tail is not None and tail.writer is not None:
+            tail.writer.joined += (child,)
         if at is not None and at != self.length:
             child.truncate(at)
         return child

@@ -20,6 +20,9 @@ from ramet.radix.tree import Match, RadixTree
 __all__ = ["Copy", "OutOfBlocks", "PrefixCache", "Reservation"]
 
 
+_NO_BLOCKS: list[int] = []  # of the many reservations that stay inside an open block; never written to
+
+
 class Copy(NamedTuple):
     """Copy the first `num_slots` slots of block `source` to block `target`, in all layers."""
 
@@ -38,7 +41,7 @@ class Reservation:
         self.epoch = cursor.epoch
         self.blocks = blocks  # beyond the tail
         self.num_tokens = num_tokens
-        self.joined: list[Cursor] = []  # forks of the branch since, which share its tail
+        self.joined: tuple[Cursor, ...] = ()  # forks of the branch since, which share its tail
 
 
 class PrefixCache:
@@ -170,7 +173,7 @@ class PrefixCache:
             assert num_tokens > 0, "a reservation is for at least one token"
             cursor.own_tail()
             tail = cursor.tail
-            blocks: list[int] = []
+            blocks = _NO_BLOCKS
             missing = (cursor.length % size + num_tokens - 1) // size + (tail is None)
             if missing:
                 blocks = [self.pool.take() for _ in range(missing)]
@@ -178,7 +181,7 @@ class PrefixCache:
                     cursor.row += blocks
             reservation = Reservation(cursor, blocks, num_tokens)
             if tail is not None:
-                tail.joined = reservation.joined
+                tail.writer = reservation
             reservations.append(reservation)
         self.reservations.update(reservations)
         return reservations
@@ -268,8 +271,8 @@ class PrefixCache:
         """End a reservation; False, with its blocks returned, if its branch has moved on since."""
         self.reservations.remove(reservation)
         cursor = reservation.cursor
-        if cursor.tail is not None and cursor.tail.joined is reservation.joined:
-            cursor.tail.joined = None
+        if cursor.tail is not None and cursor.tail.writer is reservation:
+            cursor.tail.writer = None
         if cursor.epoch == reservation.epoch and cursor.state is State.LIVE:
             return True
         self._return_blocks(reservation)

@@ -21,6 +21,10 @@ _RANK_ABOVE = 8
 _RANK_BELOW = 4
 
 
+# What all leaves have in common, and so never written to: most nodes are leaves.
+_NO_CHILDREN: dict[bytes, Node] = {}
+
+
 class Namespace:
     """What a tenant's prompts share and no one else's can reach; one for all the nodes of a root."""
 
@@ -67,7 +71,7 @@ class Node:
         self.blocks = blocks
         self.end = end
         self.first = b""  # a root is filed nowhere
-        self.children: dict[bytes, Node] = {}
+        self.children = _NO_CHILDREN
         self.ranked: SortedList | None = None
         self.num_resident = 0
         self.cursors = 0
@@ -382,7 +386,7 @@ class RadixTree:
         for node in run[:-1]:
             # Out of every cycle, so that reference counting frees it at once.
             node.parent = None
-            node.children = {}
+            node.children = _NO_CHILDREN
 
     def add_child(self, parent: Node, key: bytearray, blocks: list[int]) -> Node:
         """A new child of a protected node. The caller locks it."""
@@ -426,7 +430,7 @@ class RadixTree:
         del child.blocks[:num_blocks]
         if not child.live:
             self.num_evictable -= num_blocks
-        node.children = {}
+        node.children = _NO_CHILDREN
         node.ranked = None
         self._file(child, node, bytes(child.key[: self.block_bytes]))
         if not child.blocks:
@@ -444,6 +448,8 @@ class RadixTree:
         """Make `node` the child of `parent` whose key starts with the block `first`."""
         node.parent = parent
         node.first = first
+        if parent.children is _NO_CHILDREN:
+            parent.children = {}
         parent.children[first] = node
 
     def _count(self, node: Node, num_blocks: int) -> None:
