@@ -175,13 +175,16 @@ class Engine:
 
     # -- the loop --------------------------------------------------------------------------------------
 
-    def step(self) -> None:
-        """Run one batch: what is decided, computed, committed, and made of the logits."""
+    def step(self) -> bool:
+        """Run one batch: what is decided, computed, committed, and made of the logits.
+
+        Returns False if there was nothing to do.
+        """
         while self.forgotten:
             self.release(self.forgotten.pop())
         self._run_copies()  # those of a step that was interrupted: until then they hold blocks
         scheduled = self.scheduler.schedule()
-        self._end_at_once()
+        ended = self._end_at_once()
         if scheduled is not None:
             logits = self._compute(scheduled)
             if logits is not None:
@@ -189,6 +192,7 @@ class Engine:
                 self._advance(scheduled, logits)
         for listener in tuple(self.listeners):  # which may take itself away
             listener()
+        return ended or scheduled is not None
 
     def _compute(self, scheduled: Scheduled) -> Tensor | None:
         """Run the model; None, with every request of the step ended, if that failed."""
@@ -312,8 +316,9 @@ class Engine:
         sequence.run.fail(failure)
         self._end(sequence)
 
-    def _end_at_once(self) -> None:
-        """End what the scheduler found to need no step, or to be beyond help."""
+    def _end_at_once(self) -> bool:
+        """End what the scheduler found to need no step, or to be beyond help; says if there was any."""
+        ended = bool(self.scheduler.complete or self.scheduler.refused)
         for sequence in self.scheduler.complete:
             self._finish(sequence)
         self.scheduler.complete.clear()
@@ -322,6 +327,7 @@ class Engine:
             sequence.run.fail(error)
             self._end(sequence)
         self.scheduler.refused.clear()
+        return ended
 
     def _end(self, sequence: Sequence) -> None:
         """The one place where a run leaves its sequence."""

@@ -1,14 +1,16 @@
 """What Python users talk to: an LLM, and the branches of its tree of thoughts.
 
-Everything here blocks until it is done; several branches that are asked in one call run in one batch.
+Everything here blocks until it is done; several branches that are asked in one call run in one batch. A verb
+that has to wait is an *operation*: a generator that yields the runs it waits for. Here it is driven at once;
+`async_llm.py` drives many of them side by side.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Generator, Mapping, Sequence as Seq
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence as Seq
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from ramet.engine.config import EngineConfig
 from ramet.engine.engine import Engine, Stats
@@ -24,6 +26,10 @@ if TYPE_CHECKING:
     import torch
 
 Prompt: TypeAlias = str | Seq[int]
+
+T = TypeVar("T")
+# Yields the runs that must have finished before it goes on; closed early, it leaves nothing behind.
+Operation: TypeAlias = Generator[Iterable[Run], None, T]
 
 
 class LLM:
@@ -115,6 +121,16 @@ class LLM:
         All prompts are checked before anything runs. Raises InvalidInput or OutOfCapacity; StepFailed if the
         model failed.
         """
+        return self._drive(self._generating(prompts, params, priority, cache, settings))
+
+    def _generating(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        params: SamplingParams | Seq[SamplingParams] | None,
+        priority: int,
+        cache: bool,
+        settings: dict[str, Any],
+    ) -> Operation[list[Output]]:
         many = [self.encode(prompt) for prompt in _prompts(prompts)]
         each = _each(params, settings, len(many))
         _check_int("priority", priority)
@@ -124,7 +140,7 @@ class LLM:
                 requests.append(self._request(token_ids, own, cache=cache))
             for sequence, run, _ in requests:
                 self.engine.submit(sequence, run, priority=priority)
-            self.engine.run(choice for _, run, choices in requests for choice in (run, *choices))
+            yield [choice for _, run, choices in requests for choice in (run, *choices)]
         finally:
             self._release_all(requests)
         return [
@@ -144,30 +160,26 @@ class LLM:
         token_ids = self.encode(prompt)
         self._check_params(params)
         self.engine.check_length(len(token_ids))
-        return self._stream(token_ids, params)
+        return self._streaming(token_ids, params)
 
-    def _stream(self, token_ids: list[int], params: SamplingParams) -> Generator[Delta]:
-        request = self._request(token_ids, params)
-        sequence, run, generations = request
-        shown = [(0, 0)] * len(generations)
+    def _streaming(self, token_ids: list[int], params: SamplingParams) -> Generator[Delta]:
+        reader = self._open_stream(token_ids, params, {})
         try:
-            self.engine.submit(sequence, run)
-            done = False
-            while not done:
+            while not reader.all_read:
                 # Whoever else runs while this rests at a yield makes the steps of this request, too.
-                done = all(generation.finished for generation in generations)
-                if not done:
+                if not reader.done:
                     self.engine.step()
-                for index, generation in enumerate(generations):
-                    choice, (num_chars, num_tokens) = generation.choice, shown[index]
-                    if generation.error is not None:
-                        raise generation.error
-                    if len(choice.token_ids) > num_tokens:
-                        shown[index] = len(choice.text), len(choice.token_ids)
-                        new = choice.token_ids[num_tokens:]
-                        yield Delta(choice.index, choice.text[num_chars:], new, choice.finish_reason)
+                yield from reader.read()
         finally:
-            self._release_all([request])
+            reader.close()
+
+    def _open_stream(
+        self, prompt: Prompt, params: SamplingParams | None, settings: dict[str, Any]
+    ) -> StreamReader:
+        """Submit a request whose tokens are read while they come."""
+        request = self._request(self.encode(prompt), _params(params, settings))
+        self.engine.submit(request[0], request[1])
+        return StreamReader(request[2], lambda: self._release_all([request]))
 
     def _request(self, token_ids: list[int], params: SamplingParams, *, cache: bool = True) -> Request:
         self._check_params(params)
@@ -197,6 +209,14 @@ class LLM:
 
         Raises InvalidInput or OutOfCapacity; StepFailed if the model failed.
         """
+        return self._drive(self._branching(prompt, messages, tools))
+
+    def _branching(
+        self,
+        prompt: Prompt | None,
+        messages: Seq[Mapping[str, Any]] | None,
+        tools: Seq[Mapping[str, Any]] | None,
+    ) -> Operation[Branch]:
         if (prompt is None) == (messages is None):
             raise InvalidInput("prompt", "or messages must be given, and not both")
         if messages is not None:
@@ -209,7 +229,7 @@ class LLM:
         run = Run()
         self.engine.submit(sequence, run)
         try:
-            self.engine.run([run])
+            yield [run]
         except BaseException:
             branch.release()
             raise
@@ -227,6 +247,14 @@ class LLM:
         Raises InvalidInput, or OutOfCapacity if a branch has no room for one token more, before anything
         runs; StepFailed if the model failed: the branches keep what they had generated until then.
         """
+        return self._drive(self._stepping(branches, params, settings))
+
+    def _stepping(
+        self,
+        branches: Seq[Branch],
+        params: SamplingParams | Seq[SamplingParams] | None,
+        settings: dict[str, Any],
+    ) -> Operation[list[Choice]]:
         if not branches:
             return []
         if len(set(branches)) < len(branches):
@@ -239,9 +267,9 @@ class LLM:
         each = [params] * len(branches) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(branches):
             raise InvalidInput("params", f"must be one or {len(branches)}", len(each))
-        return self._continue(branches, each)
+        return (yield from self._continuing(branches, each))
 
-    def _continue(self, branches: Seq[Branch], params: Seq[SamplingParams]) -> list[Choice]:
+    def _continuing(self, branches: Seq[Branch], params: Seq[SamplingParams]) -> Operation[list[Choice]]:
         runs = []
         for branch, own in zip(branches, params, strict=True):
             branch._check_unused()
@@ -252,13 +280,28 @@ class LLM:
         try:
             for branch, run in zip(branches, runs, strict=True):
                 self.engine.submit(branch._sequence, run)
-            self.engine.run(runs)
+            yield runs
         finally:
             for branch in branches:
                 self.engine.abort(branch._sequence)
         for branch, run in zip(branches, runs, strict=True):
             branch.output = run.choice
         return [run.choice for run in runs]
+
+    def _drive(self, operation: Operation[T]) -> T:
+        """Step the engine until an operation is done."""
+        try:
+            runs = next(operation)
+            while True:
+                try:
+                    self.engine.run(runs)
+                except BaseException as error:
+                    runs = operation.throw(error)
+                else:
+                    runs = next(operation)
+        except StopIteration as stop:
+            result: T = stop.value
+            return result
 
     # -- checks --------------------------------------------------------------------------------------
 
@@ -281,6 +324,50 @@ class LLM:
         validate_token_ids(params.stop_token_ids, self.engine.vocab_size, "stop_token_ids")
         if params.stops:
             self._tokenizer("stop")
+
+
+class StreamReader:
+    """Reads several generations while they grow."""
+
+    def __init__(self, generations: list[Generation], close: Callable[[], None]) -> None:
+        self.close = close  # release the request, finished or not; idempotent
+        self._generations = generations
+        self._shown = [(0, 0)] * len(generations)  # characters and tokens of each that were read
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing more will come."""
+        return all(generation.finished for generation in self._generations)
+
+    @property
+    def num_unread(self) -> int:
+        """Tokens that have come and were not read, of the generation that has most."""
+        return max(
+            len(generation.choice.token_ids) - num_tokens
+            for generation, (_, num_tokens) in zip(self._generations, self._shown, strict=True)
+        )
+
+    @property
+    def all_read(self) -> bool:
+        return self.done and self.num_unread == 0 and not any(g.error for g in self._generations)
+
+    def hold(self, held: bool) -> None:
+        """Let the generations rest, or go on."""
+        for generation in self._generations:
+            generation.held = held
+
+    def read(self) -> list[Delta]:
+        """What is new, one Delta a generation. Raises the error of one that failed."""
+        deltas = []
+        for index, generation in enumerate(self._generations):
+            choice, (num_chars, num_tokens) = generation.choice, self._shown[index]
+            if generation.error is not None:
+                raise generation.error
+            if len(choice.token_ids) > num_tokens:
+                self._shown[index] = len(choice.text), len(choice.token_ids)
+                new = choice.token_ids[num_tokens:]
+                deltas.append(Delta(choice.index, choice.text[num_chars:], new, choice.finish_reason))
+        return deltas
 
 
 class Branch:
@@ -383,8 +470,11 @@ class Branch:
 
         Raises as `LLM.step` does.
         """
+        return self.llm._drive(self._generating(params, settings))
+
+    def _generating(self, params: SamplingParams | None, settings: dict[str, Any]) -> Operation[Choice]:
         self._check_unused()
-        return self.llm._continue([self], [_params(params, settings)])[0]
+        return (yield from self.llm._continuing([self], [_params(params, settings)]))[0]
 
     def expand(
         self,
@@ -398,13 +488,18 @@ class Branch:
         What the branch still has to compute is computed once, for all of them. The children's choices are
         their `output`. Raises as `LLM.step` does, and then leaves no child.
         """
+        return self.llm._drive(self._expanding(n, params, settings))
+
+    def _expanding(
+        self, n: int | None, params: Seq[SamplingParams] | SamplingParams | None, settings: dict[str, Any]
+    ) -> Operation[list[Branch]]:
         self._check_unused()
         generations = self._child_generations(n, params, settings)
         run = FanOut(generations, keep=True)
         engine = self.llm.engine
         try:
             engine.submit(self._sequence, run)
-            engine.run([run, *generations])
+            yield [run, *generations]
             if not run.children:
                 raise BranchReleased(self.id)  # by a listener
         except BaseException:
@@ -451,6 +546,9 @@ class Branch:
         The branch's own tokens are not computed again. Raises InvalidInput or OutOfCapacity; StepFailed if
         the model failed.
         """
+        return self.llm._drive(self._scoring(candidates))
+
+    def _scoring(self, candidates: Seq[Prompt]) -> Operation[list[Score]]:
         self._check_unused()
         if isinstance(candidates, str):
             raise InvalidInput("candidates", "must be a list of texts or token ids", candidates)
@@ -463,8 +561,8 @@ class Branch:
         run = HeadScoring(many)
         try:
             engine.submit(self._sequence, run)
-            engine.run([run])
-            engine.run(rest for rest in run.rests if rest is not None)
+            yield [run]
+            yield [rest for rest in run.rests if rest is not None]
         finally:
             engine.abort(self._sequence)
             for sequence in run.children:

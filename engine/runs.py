@@ -22,6 +22,7 @@ class Run:
     def __init__(self) -> None:
         self.logits_from: int | None = None  # the first position whose logits are still needed
         self.finished = False
+        self.held = False  # rests until whoever reads its results has caught up
         self.error: BaseException | None = None
 
     @property

@@ -136,7 +136,8 @@ class Scheduler:
         """What the running sequences compute next: first rows of one token, then chunks, oldest first."""
         budget = self.max_batch_tokens
         picks = []
-        for sequence in sorted(self.running, key=lambda s: (s.num_to_do > 1, s.rank)):
+        ready = [s for s in self.running if not s.is_held]
+        for sequence in sorted(ready, key=lambda s: (s.num_to_do > 1, s.rank)):
             if budget == 0:
                 break
             pick = self._pick(sequence, budget)
@@ -173,6 +174,8 @@ class Scheduler:
         for sequence in list(self.waiting):
             if budget <= 0:
                 return
+            if sequence.is_held:
+                continue
             claim = self._next_block(sequence)
             if claim is not None and claim in claims:
                 continue  # a sibling computes it; then it is a hit
@@ -206,7 +209,7 @@ class Scheduler:
     def _start_or_make_room(self, sequence: Sequence, budget: int, others_run: bool) -> Pick | None:
         """Move a waiting sequence to those that run; None if there is no room for it yet, or ever."""
         while (pick := self._start(sequence, budget)) is None:
-            if self._park_idle(sequence):
+            if self._park_idle(sequence) or self._park_held():
                 continue
             if others_run or self.running:
                 return None  # what runs will make room
@@ -252,6 +255,16 @@ class Scheduler:
             self.num_parked_idle += 1
             return self._park(sequence)
         return any(self._park(sequence) for sequence in reversed(self.waiting) if sequence is not wanting)
+
+    def _park_held(self) -> bool:
+        """Park a sequence that rests until its reader has caught up; it queues again."""
+        for sequence in self.running:
+            if sequence.is_held:
+                del self.running[sequence]
+                self._park(sequence)
+                self.waiting.add(sequence)
+                return True
+        return False
 
     def _park(self, sequence: Sequence) -> bool:
         """Turn a live branch's blocks into idle cache; False if it holds none."""

@@ -64,6 +64,11 @@ class Sequence:
         return self.live_cursor.length if self.is_live else 0
 
     @property
+    def is_held(self) -> bool:
+        """Whether its run rests until whoever reads the results has caught up."""
+        return self.run is not None and self.run.held
+
+    @property
     def rank(self) -> tuple[int, tuple[int, ...]]:
         """The order in which sequences are served: by priority, then oldest first."""
         return -self.priority, self.arrival

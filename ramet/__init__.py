@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ramet.engine.async_llm import AsyncBranch as AsyncBranch, AsyncLLM as AsyncLLM
     from ramet.engine.errors import (
         BranchReleased as BranchReleased,
         InvalidInput as InvalidInput,
@@ -28,6 +29,8 @@ _ERRORS = "ramet.engine.errors"
 _HOME_OF = {
     "LLM": "ramet.engine.llm",
     "Branch": "ramet.engine.llm",
+    "AsyncLLM": "ramet.engine.async_llm",
+    "AsyncBranch": "ramet.engine.async_llm",
     "Choice": "ramet.engine.outputs",
     "Delta": "ramet.engine.outputs",
     "Output": "ramet.engine.outputs",

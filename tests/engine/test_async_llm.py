@@ -1,0 +1,202 @@
+"""The verbs as coroutines: the same results, many at once, back-pressure, cancelling, closing."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from ramet import LLM, InvalidInput, StepFailed
+from ramet.engine.async_llm import AsyncLLM, Closed
+from ramet.testing import ScriptedModel, check_idle, check_invariants, fail_forward
+
+PROMPT = random.Random(3).choices(range(512), k=40)
+
+
+def scripted(**settings: Any) -> LLM:
+    model = ScriptedModel(lambda past: {(sum(past) * 31 + i * 7) % 512: 1.0 * i for i in range(4)})
+    llm = LLM(model, **{"num_blocks": 128, **settings})
+    llm.on_step(lambda: check_invariants(llm))
+    return llm
+
+
+def run(work: Callable[[AsyncLLM], Coroutine[Any, Any, Any]], llm: LLM | None = None) -> Any:
+    """Do `work` with an engine of its own, and leave nothing behind."""
+    inner = llm or scripted()
+
+    async def main() -> Any:
+        async with AsyncLLM(inner) as engine:
+            return await asyncio.wait_for(work(engine), 60)
+
+    result = asyncio.run(main())
+    while inner.engine.forgotten:
+        inner.engine.step()
+    check_idle(inner)
+    return result
+
+
+def test_the_same_as_the_blocking_verbs() -> None:
+    settings: dict[str, Any] = {"n": 3, "seed": 5, "max_tokens": 20}
+    llm = scripted()
+    expected = [c.token_ids for c in llm.generate(PROMPT, **settings)[0].choices]
+    root = llm.branch(PROMPT)
+    kids = [kid.token_ids for kid in root.expand(n=2, seed=1, max_tokens=9)]
+    scores = [score.token_logprobs for score in root.score([[1, 2], [3]])]
+
+    async def work(engine: AsyncLLM) -> None:
+        output = (await engine.generate(PROMPT, **settings))[0]
+        assert [choice.token_ids for choice in output.choices] == expected
+        parts: list[list[int]] = [[], [], []]
+        async for delta in engine.stream(PROMPT, **settings):
+            parts[delta.index] += delta.token_ids
+        assert parts == expected
+        async with await engine.branch(PROMPT) as branch:
+            assert [kid.token_ids for kid in await branch.expand(n=2, seed=1, max_tokens=9)] == kids
+            assert [score.token_logprobs for score in await branch.score([[1, 2], [3]])] == scores
+            (fork,) = await branch.fork()
+            await fork.extend([1, 2])
+            choices = await engine.step([fork], temperature=0)
+            assert fork.token_ids == [*PROMPT, 1, 2, *choices[0].token_ids]
+            await fork.truncate(20)
+            assert len(fork) == 20
+            assert await fork.promote() >= 0
+            assert (await engine.stats()).pages.num_in_use > 0
+
+    run(work)
+
+
+def test_what_is_asked_at_the_same_time_runs_in_the_same_batches() -> None:
+    alone = scripted()
+    for i in range(16):
+        alone.generate([*PROMPT, i], max_tokens=20)
+    llm = scripted()
+
+    async def work(engine: AsyncLLM) -> None:
+        await asyncio.gather(*(engine.generate([*PROMPT, i], max_tokens=20) for i in range(16)))
+
+    run(work, llm)
+    assert llm.stats().num_steps < alone.stats().num_steps / 4
+
+
+def test_a_slow_reader_holds_its_generation_and_nobody_elses() -> None:
+    llm = scripted()
+
+    async def work(engine: AsyncLLM) -> None:
+        stream = engine.stream(PROMPT, max_tokens=400, max_unread=8, seed=1)
+        first = await anext(stream)
+        await engine.generate(PROMPT, max_tokens=100, seed=2)
+        held = [s for s in llm.engine.sequences if s.is_held]
+        assert len(held) == 1
+        assert len(held[0].token_ids) - len(PROMPT) - len(first.token_ids) == 8
+        rest = [token for delta in [d async for d in stream] for token in delta.token_ids]
+        expected = scripted().generate(PROMPT, max_tokens=400, seed=1)[0].choices[0].token_ids
+        assert first.token_ids + rest == expected
+
+    run(work, llm)
+
+
+def test_a_held_stream_gives_its_pages_up_to_who_can_run() -> None:
+    llm = scripted(num_blocks=6)
+
+    async def work(engine: AsyncLLM) -> None:
+        stream = engine.stream(PROMPT, max_tokens=40, max_unread=1, seed=1)
+        first = await anext(stream)
+        other = random.Random(4).choices(range(512), k=60)
+        await engine.generate(other, max_tokens=20, seed=2)
+        rest = [token for delta in [d async for d in stream] for token in delta.token_ids]
+        expected = scripted().generate(PROMPT, max_tokens=40, seed=1)[0].choices[0].token_ids
+        assert first.token_ids + rest == expected
+
+    run(work, llm)
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.001, 0.02])
+def test_a_cancelled_caller_leaves_nothing(delay: float) -> None:
+    llm = scripted()
+
+    async def work(engine: AsyncLLM) -> None:
+        branch = await engine.branch(PROMPT)
+        tasks: list[asyncio.Task[Any]] = [
+            asyncio.create_task(engine.generate(PROMPT, n=3, max_tokens=1000)),
+            asyncio.create_task(branch.expand(n=3, max_tokens=1000)),
+        ]
+        stream = engine.stream(PROMPT, max_tokens=1000)
+        await anext(stream)
+        await asyncio.sleep(delay)
+        for task in tasks:
+            task.cancel()
+        await stream.aclose()
+        for task in tasks:
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        assert (await branch.generate(max_tokens=3)).token_ids
+        await branch.prune()
+        assert not (await engine.stats()).num_running
+
+    run(work, llm)
+
+
+def test_errors_reach_their_caller_and_nobody_else() -> None:
+    llm = scripted()
+
+    async def work(engine: AsyncLLM) -> None:
+        with pytest.raises(InvalidInput):
+            await engine.generate([[]])
+        with pytest.raises(InvalidInput):
+            await anext(engine.stream([600]))
+        with pytest.raises(InvalidInput):
+            await anext(engine.stream(PROMPT, max_unread=0))
+        with fail_forward(llm, 3), pytest.raises(StepFailed):
+            await engine.generate(PROMPT, max_tokens=30)
+        assert len((await engine.generate(PROMPT, max_tokens=3))[0].choices[0].token_ids) == 3
+
+    run(work, llm)
+
+
+def test_closing_ends_what_runs_with_an_error() -> None:
+    llm = scripted()
+
+    async def main() -> None:
+        engine = AsyncLLM(llm)
+        task = asyncio.create_task(engine.generate(PROMPT, max_tokens=100_000))
+        stream = engine.stream(PROMPT, max_tokens=1000, max_unread=4)
+        await anext(stream)
+        await engine.close()
+        with pytest.raises(Closed):
+            await task
+        with pytest.raises(Closed):
+            async for _ in stream:
+                pass
+        with pytest.raises(Closed):
+            await engine.stats()
+        await engine.close()
+
+    asyncio.run(main())
+    check_idle(llm)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_bug_in_the_loop_reaches_everybody() -> None:
+    llm = scripted()
+
+    def broken() -> None:
+        raise ZeroDivisionError("a bug")
+
+    async def main() -> None:
+        engine = AsyncLLM(llm)
+        stream = engine.stream(PROMPT, max_tokens=1000, max_unread=4)
+        await anext(stream)
+        llm.on_step(broken)
+        with pytest.raises(ZeroDivisionError):
+            await engine.generate(PROMPT, max_tokens=10)
+        with pytest.raises((ZeroDivisionError, Closed)):
+            async for _ in stream:
+                pass
+        with pytest.raises(Closed):
+            await engine.stats()
+        await engine.close()
+
+    asyncio.run(main())
