@@ -568,3 +568,60 @@ def test_e9_scores_that_are_no_numbers_fail() -> None:
         branch.score([[1]])
     branch.prune()
     check_idle(llm)
+
+
+@pytest.mark.parametrize("length", [15, 16, 17, 31, 32])
+def test_d2_preempted_and_prefilled_again_at_a_block_boundary(
+    make_tiny: MakeLLM, ref: Ref, length: int
+) -> None:
+    """Two prompts in a pool of 4: each needs up to 4 blocks in the end."""
+    llm = make_tiny(num_blocks=4)
+    streams = [start(llm, prompt[:length], 30)[1] for prompt in (X, Y)]
+    emitted: list[list[int]] = [[], []]
+    while not all(run.finished for run in streams):
+        llm.engine.step()
+        for seen, run in zip(emitted, streams, strict=True):
+            new = run.choice.token_ids[len(seen) :]
+            assert len(new) <= 1, "a step emits a token once"
+            seen += new
+    assert emitted == [ref(X[:length], 30), ref(Y[:length], 30)]
+    assert llm.stats().num_preemptions >= 1
+    check_idle(llm)
+
+
+@pytest.mark.parametrize("num_steps", range(6))
+def test_d3_abort_at_every_stage_of_a_chunked_prefill(make_tiny: MakeLLM, ref: Ref, num_steps: int) -> None:
+    """200 tokens in chunks of 64, the first 64 cached: waiting, after each chunk, after the first tokens."""
+    llm = make_tiny(max_batch_tokens=64)
+    greedy(llm, X[:64])
+    sequence, run = start(llm, X, 8)
+    for _ in range(num_steps):
+        llm.engine.step()
+    llm.engine.abort(sequence)
+    generated = list(run.choice.token_ids)
+    assert len(generated) == max(0, num_steps - 2), "136 tokens are left: three chunks, the last one samples"
+    assert run.choice.finish_reason == "abort"
+    check_idle(llm)
+    llm.engine.step()
+    assert run.choice.token_ids == generated
+    assert greedy(llm, X, 4)[0] == ref(X, 4)
+    check_idle(llm)
+
+
+def test_e1_a_seed_does_not_depend_on_neighbours_or_preemption(make_tiny: MakeLLM) -> None:
+    seeded = SamplingParams(temperature=0.8, seed=42, max_tokens=16)
+    other = SamplingParams(temperature=0.8, max_tokens=16)
+    alone = make_tiny().generate(X[:20], seeded)[0].choices[0].token_ids
+    for prompts, params, row in (
+        ([X[:20], Y[:20]], [seeded, other], 0),
+        ([X[:20], Y[:20]], [seeded, seeded], 0),
+        ([Y[:20], Z[:20], Y[:30], X[:20]], [other, other, other, seeded], 3),
+        ([X[:20], X[:20]], [seeded, seeded], 1),
+    ):
+        for num_blocks in (64, 4):
+            llm = make_tiny(num_blocks=num_blocks)
+            assert llm.generate(prompts, params)[row].choices[0].token_ids == alone
+            check_idle(llm)
+    assert make_tiny().generate(X[:20], temperature=0, seed=1) == make_tiny().generate(
+        X[:20], temperature=0, seed=2
+    )
