@@ -113,12 +113,16 @@ def page_stats(cache: PrefixCache, cursors: Iterable[Cursor]) -> PageStats:
     """Statistics over all branches of a cache. O(nodes + branches)."""
     logical = 0
     tails: dict[Tail, int] = {}
+    reach: dict[Node, int] = {}  # how far the branches that rest on a node read it
     for cursor in cursors:
         if cursor.state is State.LIVE:
             logical += cursor.length
+            reach[cursor.node] = max(cursor.length, reach.get(cursor.node, 0))
             if cursor.tail is not None:
                 filled = cursor.length - cursor.node.end
                 tails[cursor.tail] = max(filled, tails.get(cursor.tail, 0))
+    # The last block of a leaf that is only borrowed is not read to its end.
+    unread = sum(max(0, node.end - at) for node, at in reach.items() if node.live == node.cursors)
     live_blocks = cache.num_cached - cache.num_evictable
     free = cache.pool.num_free
     return PageStats(
@@ -128,7 +132,7 @@ def page_stats(cache: PrefixCache, cursors: Iterable[Cursor]) -> PageStats:
         num_cached_idle=cache.num_evictable,
         num_in_use=cache.pool.num_blocks - free - cache.num_evictable,
         logical_tokens=logical,
-        physical_tokens=live_blocks * cache.block_size + sum(tails.values()),
+        physical_tokens=live_blocks * cache.block_size + sum(tails.values()) - unread,
         num_copies=cache.num_copies,
         num_evicted=cache.tree.num_evicted,
         num_dropped=cache.num_dropped,

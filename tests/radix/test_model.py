@@ -274,7 +274,10 @@ class Branches(RuleBasedStateMachine):
         if not self.flying:
             for cursor, table in zip(live, tables, strict=True):
                 assert num_sharers(cursor) == [sum(b in t for t in tables) for b in table]
-        assert page_stats(self.cache, live).logical_tokens == sum(c.length for c in live)
+        stats = page_stats(self.cache, live)
+        assert stats.logical_tokens == sum(c.length for c in live)
+        held = {(b, s) for c in live for b, s in _slots(c, self.block_size)}
+        assert stats.physical_tokens == len(held)
 
     def teardown(self) -> None:
         if not hasattr(self, "cache"):
@@ -286,6 +289,12 @@ class Branches(RuleBasedStateMachine):
         self.cache.tree.evict(self.cache.pool.num_blocks)
         assert self.cache.pool.num_free == self.cache.pool.num_blocks
         assert not self.cache.tree.roots
+
+
+def _slots(cursor: Cursor, block_size: int) -> list[tuple[int, int]]:
+    """The (block, slot) of each token of a branch."""
+    row = cursor.block_ids()
+    return [(row[p // block_size], p % block_size) for p in range(cursor.length)]
 
 
 def _runs(nodes: list[Node]) -> list[Node]:
