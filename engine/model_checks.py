@@ -5,16 +5,35 @@ It refuses what would be silently wrong; what transformers itself cannot load is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ramet.engine.errors import InvalidInput, UnsupportedModel
 from ramet.engine.model_attention import ModelShape
+from ramet.kernels.options import AttentionOptions
 
 # Tried one by one: these run through a registered attention function and give other logits, without an
 # exception.
 _SILENTLY_WRONG = frozenset(
     {"bloom", "mpt", "falcon_h1", "nemotron_h", "jamba", "minimax", "llama4", "llama4_text"}
 )
+# Held against transformers in the tests, cold and forked and truncated and batched. Any other family is
+# tried out when it is loaded.
+TRIED_FAMILIES = frozenset(
+    {
+        "gemma", "gemma2", "gemma3_text", "glm4_moe", "gpt2", "gpt_neox", "gpt_oss", "granite", "llama",
+        "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe", "starcoder2",
+    }
+)  # fmt: skip
+_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+_WHY_NOT = {
+    "chunked_attention": "whose tokens see only their own chunk",
+    "linear_attention": "which keep a state that cannot be shared by pages",
+    "conv": "which mix neighbouring tokens without pages",
+    "mamba": "which keep a state that cannot be shared by pages",
+    "hybrid": "which keep a state beside their pages",
+    "indexed_attention": "which choose what they see",
+}
 # These rotary embeddings change with the longest sequence of the batch, so that a token's key would depend
 # on it.
 _BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
@@ -35,8 +54,8 @@ def check_model(model: Any, name: str, max_model_len: int | None = None) -> Mode
 def check_config(config: Any, name: str, max_model_len: int | None = None) -> ModelShape:
     """The shape of the model that this transformers configuration describes.
 
-    ``max_model_len`` lowers the context limit (tokens), which lets a model with a sliding window of that
-    length be loaded. Raises UnsupportedModel, or InvalidInput for a limit above the model's own.
+    ``max_model_len`` lowers the context limit (tokens). Raises UnsupportedModel, or InvalidInput for a limit
+    above the model's own.
     """
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(name, "it is an encoder-decoder model")
@@ -45,6 +64,8 @@ def check_config(config: Any, name: str, max_model_len: int | None = None) -> Mo
     text_config = config.get_text_config(decoder=True)
     if text_config is not config:
         raise UnsupportedModel(name, f"{config.model_type} takes more than text; load its text model alone")
+    if getattr(config, "use_bidirectional_attention", False):
+        raise UnsupportedModel(name, "its attention is not causal")
     shape = _shape_of(config, name, max_model_len)
     _check_heads(config, shape, name)
     _check_layers(config, shape, name)
@@ -83,25 +104,46 @@ def _check_heads(config: Any, shape: ModelShape, name: str) -> None:
         raise UnsupportedModel(
             name, f"{shape.num_heads} query heads cannot share {shape.num_kv_heads} key-value heads evenly"
         )
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        raise UnsupportedModel(name, f"it caps attention logits at {config.attn_logit_softcapping}")
 
 
 def _check_layers(config: Any, shape: ModelShape, name: str) -> None:
-    window = getattr(config, "sliding_window", None)
-    window_covers_context = window is None or window >= shape.max_model_len
     layer_types = getattr(config, "layer_types", None)
-    # Without a list of types, a window holds for all layers.
-    uses_window = window is not None if layer_types is None else "sliding_attention" in layer_types
-    if uses_window and not window_covers_context:
+    if layer_types is None:
+        return
+    for kind in sorted({str(kind) for kind in layer_types} - _LAYER_TYPES):
+        reason = _WHY_NOT.get(kind, "which ramet does not know")
+        raise UnsupportedModel(name, f"it has layers of type {kind}, {reason}")
+    if len(layer_types) != shape.num_layers:
         raise UnsupportedModel(
-            name,
-            f"it has a sliding window of {window} tokens, shorter than the context of {shape.max_model_len};"
-            f" max_model_len={window} runs it within the window",
+            name, f"it names types of {len(layer_types)} layers and has {shape.num_layers}"
         )
-    others = sorted({str(kind) for kind in layer_types or ()} - {"full_attention", "sliding_attention"})
-    if others:
-        raise UnsupportedModel(name, f"it has layers of type {', '.join(others)}")
+    window = getattr(config, "sliding_window", None)
+    if "sliding_attention" in layer_types and (not isinstance(window, int) or window < 1):
+        raise UnsupportedModel(name, f"it has layers with a sliding window of {window} tokens")
+
+
+def check_options(config: Any, shape: ModelShape, options: Sequence[AttentionOptions], name: str) -> None:
+    """Refuse a model whose layers do not ask their attention for what its configuration says.
+
+    Some families put a window into a mask only, or leave an option out: that would be silently wrong.
+    """
+    window, softcap = (getattr(config, key, None) for key in ("sliding_window", "attn_logit_softcapping"))
+    if window is not None and window >= shape.max_model_len:
+        window = None
+    for layer, found in enumerate(options):
+        layer_types = getattr(config, "layer_types", None)
+        # Without a list of types, a window holds for all layers.
+        slides = layer_types is None or layer_types[layer] == "sliding_attention"
+        for what, said, asked in (
+            ("sliding window", window if slides else None, found.window),
+            ("cap on attention logits", softcap, found.softcap),
+        ):
+            if said != asked:
+                raise UnsupportedModel(
+                    name,
+                    f"its configuration says {what} {said} for layer {layer},"
+                    f" which asks its attention for {asked}",
+                )
 
 
 def _check_rope(config: Any, shape: ModelShape, name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -56,7 +57,7 @@ class ModelRunner:
             torch.tensor([token for row in rows for token in row.token_ids], device=device),  # [T]
             torch.from_numpy(positions).to(device),  # [T]
             torch.tensor(_logit_indices(rows), dtype=torch.int64, device=device),  # [R]
-            lambda layer, q, k, v, scale: attention.attend(prepared, layer, q, k, v, scale),
+            partial(attention.attend, prepared),
         )
 
     def _slots(self, row: Row) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -24,9 +24,11 @@ from ramet.engine.model_attention import (
     attend_to_self,
     register_attention,
 )
-from ramet.engine.model_checks import check_model
+from ramet.engine.model_checks import TRIED_FAMILIES, check_model, check_options
 from ramet.engine.model_files import DEFAULT_MODEL, LoadedFiles, load_default, load_folder, load_gguf
+from ramet.engine.model_trial import try_model
 from ramet.engine.tokenizer import Tokenizer
+from ramet.kernels.options import AttentionOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -61,9 +63,12 @@ class LoadedModel:
         register_attention()
         module.set_attn_implementation(ATTENTION_NAME)
         self._fused: FusedLlama | None = None
-        self._probe()
+        options = self._probe()
+        check_options(module.config, self.shape, options, name)
+        if module.config.model_type not in TRIED_FAMILIES:
+            try_model(module, self.shape, self.forward, name)
         if self.device.type == "cpu":
-            self._fused = fuse_llama(module, self.shape, self.forward)
+            self._fused = fuse_llama(module, self.shape, options, self.forward)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -83,11 +88,13 @@ class LoadedModel:
         positions: [T] int64, each token's position in its own sequence.
         logits_at: [R] int64, indices into the T tokens; R may be 0, and then no logits are computed.
         attend: called once for each layer, in order, with (layer, q [T, H, D], k [T, Hkv, D], v [T, Hkv, D],
-            scale), where the tensors are views; returns [T, H, D].
+            scale, options), where the tensors are views; returns [T, H, D].
         Returns [R, V] in the model's dtype. Raises UnsupportedModel if a layer does not attend as it should.
         """
+        return self._forward(token_ids, positions, logits_at, AttendCall(attend, self.shape, self.name))
+
+    def _forward(self, token_ids: Tensor, positions: Tensor, logits_at: Tensor, call: AttendCall) -> Tensor:
         assert token_ids.ndim == 1 and token_ids.shape == positions.shape, "one position for each token"
-        call = AttendCall(attend, self.shape, self.name)
         if self._fused is not None:
             logits = self._fused.forward(token_ids, positions, logits_at, call)  # [R, V]
         else:
@@ -116,13 +123,19 @@ class LoadedModel:
             logits = self.module(**inputs).logits[0][logits_at]  # [R, V]
         return logits
 
-    def _probe(self) -> None:
-        """Run one token, so that a model whose layers do not attend as they should is refused now."""
+    @torch.inference_mode()
+    def _probe(self) -> list[AttentionOptions]:
+        """Run one token, so that a model whose layers do not attend as they should is refused now.
+
+        Returns what each layer asks of its attention.
+        """
         zero = torch.zeros(1, dtype=torch.int64, device=self.device)
+        call = AttendCall(attend_to_self, self.shape, self.name)
         try:
-            self.forward(zero, zero, zero, attend_to_self)
+            self._forward(zero, zero, zero, call)
         except OutsideStep as error:
             raise UnsupportedModel(self.name, "its layers do not hand options to their attention") from error
+        return call.options
 
 
 def load_model(

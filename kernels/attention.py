@@ -9,6 +9,7 @@ import torch
 
 from ramet.kernels.cpu import CPUAttention
 from ramet.kernels.kv_pool import KVPool
+from ramet.kernels.options import PLAIN, AttentionOptions
 from ramet.kernels.plan import AttentionPlan, Ints, Planner
 
 
@@ -57,11 +58,17 @@ def prepare(pool: KVPool, plan: AttentionPlan, slots: Ints) -> Prepared:
 
 
 def attend(
-    prepared: Prepared, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    prepared: Prepared,
+    layer: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    options: AttentionOptions = PLAIN,
 ) -> torch.Tensor:
     """Write k, v [T, Hkv, D] of the tokens that have a slot, then attend with q [T, H, D]: out [T, H, D]."""
     if prepared.written is not None:
         k, v = k.index_select(0, prepared.written), v.index_select(0, prepared.written)
     if len(prepared.slots):
         prepared.pool.write(layer, prepared.slots, k, v)
-    return prepared.attention(layer, q, scale).out
+    return prepared.attention(layer, q, scale, options).out

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ramet.kernels.kv_pool import KVPool
 from ramet.kernels.plan import AttentionPlan, IntArray
 
 # Rows padded to one length share their operations; a new batch costs about as much as this many slots.
@@ -38,6 +37,8 @@ class WorkItem(NamedTuple):
     num_stretches: int = 1  # R
     lens: IntArray | None = None  # [R], None where all of them are K
     causal: bool = False  # query i sees slots slot0 to slot0 + i
+    # [n] each: query i sees slots slot0 + sees[0][i] to slot0 + sees[1][i]; None: all, or what `causal` says
+    sees: tuple[IntArray, IntArray] | None = None
     widens: bool = True  # half-precision K and V are widened to fp32 after the gather
     merges: bool = False  # its tokens have results already
 
@@ -103,7 +104,7 @@ class WorkListBuilder:
         tails: list[Stretch] = []
         pieces: list[Stretch] = []
         for row in rows:
-            *whole, (start, _) = _pieces(row.start, row.stop, self.max_slots)
+            *whole, (start, _) = self._pieces(row.start, row.stop, self.max_slots)
             tails.append(row._replace(start=start))
             pieces += (row._replace(start=a, stop=b) for a, b in whole)
         for batch in _batches(sorted(tails, key=lambda s: -s.num_slots), self.max_slots):
@@ -122,13 +123,13 @@ class WorkListBuilder:
             if len(batch) > 1:
                 self._add_batch(batch, widens=True)
                 continue
-            for start, stop in _pieces(batch[0].start, batch[0].stop, self.max_widened):
+            for start, stop in self._pieces(batch[0].start, batch[0].stop, self.max_widened):
                 self._add_batch([batch[0]._replace(start=start, stop=stop)], widens=True)
 
     def _add_extend(self, row: Stretch) -> None:
         """A row with several queries: what lies before the first of them, then squares on the diagonal."""
         first = row.stop - row.num_tokens  # the position of its first query
-        for start, stop in _pieces(row.start, row.stop, self.max_widened):
+        for start, stop in self._pieces(row.start, row.stop, self.max_widened):
             index: torch.Tensor | None = self._blocks(row._replace(start=start, stop=stop))
             middle = min(max(start, first), stop)
             for token, num_queries, a, b, causal in (
@@ -146,8 +147,9 @@ class WorkListBuilder:
         n, longest = batch[0].num_tokens, max(s.num_slots for s in batch)
         tokens = self._tokens(batch)
         if len(batch) == 1:
-            index, gathered = self._blocks(batch[0]), self._whole_blocks(longest)
-            self._append(WorkItem(index, gathered, 0, longest, tokens, n, widens=widens))
+            slot0 = batch[0].start % self.plan.block_size
+            index, gathered = self._blocks(batch[0]), self._whole_blocks(slot0 + longest)
+            self._append(WorkItem(index, gathered, slot0, slot0 + longest, tokens, n, widens=widens))
             return
         index = self._slots(batch, longest)
         lens = np.array([s.num_slots for s in batch], dtype=np.int64)
@@ -171,13 +173,17 @@ class WorkListBuilder:
         self.seen[where] = True
         self.items.append(item)
 
+    def _pieces(self, start: int, stop: int, longest: int) -> Iterable[tuple[int, int]]:
+        """[start, stop) in pieces of `longest` slots, a whole number of blocks, that end where blocks do."""
+        first = start - start % self.plan.block_size
+        return pairwise([start, *range(first + longest, stop, longest), stop])
+
     def _whole_blocks(self, num_slots: int) -> int:
         return -(-num_slots // self.plan.block_size) * self.plan.block_size
 
     def _blocks(self, s: Stretch) -> torch.Tensor:
-        """The blocks of a stretch, which starts with one."""
+        """The blocks that a stretch lies in."""
         size = self.plan.block_size
-        assert s.start % size == 0, "a stretch starts inside a block"
         return torch.tensor(s.table[s.start // size : -(-s.stop // size)], dtype=torch.int64)
 
     def _slots(self, batch: list[Stretch], longest: int) -> torch.Tensor:
@@ -195,11 +201,6 @@ class WorkListBuilder:
             row[: s.num_slots] = slots[: s.num_slots]
             row[s.num_slots :] = row[s.num_slots - 1]
         return torch.from_numpy(out.ravel())
-
-
-def _pieces(start: int, stop: int, longest: int) -> Iterable[tuple[int, int]]:
-    """[start, stop) in pieces of `longest`, a whole number of blocks, and what remains."""
-    return pairwise([*range(start, stop, longest), stop])
 
 
 def _batches(stretches: Iterable[Stretch], max_slots: int) -> Iterator[list[Stretch]]:
@@ -223,7 +224,3 @@ def _batches(stretches: Iterable[Stretch], max_slots: int) -> Iterator[list[Stre
 def _may_join(last: Stretch, s: Stretch) -> bool:
     """Single queries may stand anywhere in the batch; more than one must follow the stretch before."""
     return s.num_tokens == 1 or last.token0 + last.num_tokens == s.token0
-
-
-def work_list(plan: AttentionPlan, pool: KVPool) -> WorkList:
-    return WorkListBuilder(plan, pool.max_gather_slots, pool.max_widened_slots).build()

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from ramet.kernels.options import PLAIN, AttentionOptions
+
 
 def paged_attention(
     q: torch.Tensor,
@@ -15,11 +17,13 @@ def paged_attention(
     query_lens: Sequence[int],
     kv_lens: Sequence[int],
     scale: float | None = None,
+    options: AttentionOptions = PLAIN,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of q [T, H, D] over key and value [Hkv, N, B, D] through the block tables of S rows.
 
-    The queries of a row sit at its last positions and see what is not after them. Returns the output
-    [T, H, D] and the natural logarithm of the softmax's denominator [T, H], both fp64.
+    The queries of a row sit at its last positions and see what is not after them, nor further back than the
+    window. Returns the output [T, H, D] and the natural logarithm of the softmax's denominator [T, H], which
+    a sink is part of, both fp64.
     """
     num_heads, head_dim = q.shape[1:]
     num_kv_heads, _, block_size, _ = key.shape
@@ -31,13 +35,19 @@ def paged_attention(
         blocks = torch.tensor([table[p // block_size] for p in range(kv_len)])
         offsets = torch.arange(kv_len) % block_size
         for position in range(kv_len - query_len, kv_len):
-            see = slice(0, position + 1)
+            low = 0 if options.window is None else max(0, position + 1 - options.window)
+            see = slice(low, position + 1)
             for head in range(num_heads):
                 kv_head = head // (num_heads // num_kv_heads)
-                keys = key[kv_head, blocks[see], offsets[see]].double()  # [position + 1, D]
-                values = value[kv_head, blocks[see], offsets[see]].double()  # [position + 1, D]
+                keys = key[kv_head, blocks[see], offsets[see]].double()  # [K, D]
+                values = value[kv_head, blocks[see], offsets[see]].double()  # [K, D]
                 scores = scale * (keys @ q[token, head].double())
-                lse[token, head] = torch.logsumexp(scores, 0)
-                out[token, head] = torch.softmax(scores, 0) @ values
+                if options.softcap is not None:
+                    scores = options.softcap * torch.tanh(scores / options.softcap)
+                logits = scores
+                if options.sinks is not None:
+                    logits = torch.cat([scores, options.sinks[head : head + 1].double()])
+                lse[token, head] = torch.logsumexp(logits, 0)
+                out[token, head] = torch.softmax(logits, 0)[: len(scores)] @ values
             token += 1
     return out, lse

@@ -19,6 +19,7 @@ from ramet.engine.model_attention import Attend, ModelShape, OutsideStep
 from ramet.engine.model_checks import check_config
 from ramet.engine.models import LoadedModel, load_model
 from ramet.engine.tiny_model import tiny_llama
+from ramet.kernels.options import PLAIN, AttentionOptions
 
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
@@ -41,7 +42,9 @@ def causal(lengths: list[int], scale_by: float = 1.0) -> Attend:
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     allowed = (sequence[:, None] == sequence[None, :]).tril()  # [T, T]
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attend(
+        layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, options: AttentionOptions
+    ) -> Tensor:
         group = q.shape[1] // k.shape[1]
         k = k.repeat_interleave(group, dim=1)
         v = v.repeat_interleave(group, dim=1)
@@ -104,6 +107,8 @@ def assert_same_as_transformers(model: Any, vocab_size: int, max_model_len: int 
         ("Olmo2", SIZES),
         ("Granite", SIZES),
         ("Starcoder2", {**SIZES, "sliding_window": None}),
+        ("Olmo3", {**SIZES, "sliding_window": 256}),
+        ("Cohere2", {**SIZES, "sliding_window": 256}),
         ("GPT2", GPT_SIZES),
         ("GPTNeoX", {key: SIZES[key] for key in list(SIZES)[:5] if key != "num_key_value_heads"}),
     ],
@@ -119,22 +124,51 @@ def test_head_shapes(heads: tuple[int, int, int]) -> None:
     assert_same_as_transformers(model, 512)
 
 
-def test_a_window_beyond_a_lowered_context_is_accepted() -> None:
-    model = make_model("Mistral", **{**SIZES, "sliding_window": 32})
-    with pytest.raises(UnsupportedModel, match=r"sliding window of 32 tokens.*max_model_len=32"):
-        load_model(model)
-    assert load_model(model, max_model_len=32).shape.max_model_len == 32
-    assert_same_as_transformers(
-        make_model("Mistral", **{**SIZES, "sliding_window": 32}), 128, max_model_len=32
-    )
+def options_of(loaded: LoadedModel) -> list[AttentionOptions]:
+    """What the layers ask of their attention."""
+    asked: list[AttentionOptions] = []
+
+    def attend(
+        layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, options: AttentionOptions
+    ) -> Tensor:
+        asked.append(options)
+        return torch.zeros_like(q)
+
+    run(loaded, [[1, 2, 3]], attend)
+    return asked
+
+
+def test_a_window_beyond_a_lowered_context_is_none() -> None:
+    config = {**SIZES, "sliding_window": 32}
+    for limit, window in ((None, 32), (33, 32), (32, None)):
+        loaded = load_model(make_model("Mistral", **config), max_model_len=limit)
+        assert [options.window for options in options_of(loaded)] == [window, window]
+    assert_same_as_transformers(make_model("Mistral", **config), 128, max_model_len=32)
+
+
+def test_each_layer_asks_for_its_own_options() -> None:
+    config = {**SIZES, "sliding_window": 32, "layer_types": ["full_attention", "sliding_attention"]}
+    for name in ("Gemma2", "Gemma3", "Qwen2", "Qwen3"):
+        use = {"use_sliding_window": True} if name.startswith("Qwen") else {}
+        options = options_of(load_model(make_model(name, **config, **use)))
+        assert [own.window for own in options] == [None, 32]
+        assert [own.softcap for own in options] == ([50.0, 50.0] if name == "Gemma2" else [None, None])
+    loaded = load_model(make_model("GptOss", **config, num_local_experts=4, num_experts_per_tok=2))
+    for layer, own in enumerate(options_of(loaded)):
+        assert own.sinks is loaded.module.model.layers[layer].self_attn.sinks
+    assert [own.window for own in options_of(loaded)] == [None, 32]
 
 
 @pytest.mark.parametrize(
     ("name", "config", "reason"),
     [
-        ("Gemma2", {**SIZES, "sliding_window": 256}, "caps attention logits at 50"),
-        ("Gemma3", {**SIZES, "sliding_window": 32}, "sliding window of 32 tokens"),
-        ("GptOss", {**SIZES, "num_local_experts": 2, "sliding_window": 256}, "'s_aux'"),
+        ("Gemma3", {**SIZES, "use_bidirectional_attention": True}, "not causal"),
+        (
+            "Gemma3",
+            {**SIZES, "attn_logit_softcapping": 5.0},
+            r"says cap .* 5\.0 .* asks its attention for None",
+        ),
+        ("Llama", {**SIZES, "sliding_window": 32}, "says sliding window 32 .* asks its attention for None"),
         ("Bloom", {"vocab_size": 128, "hidden_size": 48, "n_layer": 2, "n_head": 4}, "bloom family"),
         ("Mpt", {"vocab_size": 128, "d_model": 48, "n_layers": 2, "n_heads": 4}, "mpt family"),
         ("Llama4", SIZES, "llama4_text family"),
@@ -149,6 +183,20 @@ def test_refused_families(name: str, config: dict[str, Any], reason: str) -> Non
         load_model(make_model(name, **config))
     assert caught.value.name
     assert caught.value.reason in str(caught.value)
+
+
+def test_an_untried_family_is_tried_when_it_is_loaded() -> None:
+    """Two sequences in a batch against transformers' own pass: what mixes tokens elsewhere is refused."""
+    model = tiny_llama()
+    model.config.__dict__["model_type"] = "made_up"
+    load_model(model)
+
+    def shifted(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+        return output + output.roll(1, dims=1)  # each token sees the one before it in the batch
+
+    model.model.layers[0].mlp.register_forward_hook(shifted)
+    with pytest.raises(UnsupportedModel, match="the made_up family gives other logits in a batch"):
+        load_model(model)
 
 
 @pytest.mark.parametrize(
@@ -166,9 +214,12 @@ def test_silently_wrong_families_are_refused_by_name(model_type: str) -> None:
     [
         ({"is_encoder_decoder": True}, "encoder-decoder"),
         ({"num_attention_heads": 33, "num_key_value_heads": 2}, "33 query heads cannot share 2"),
-        ({"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
-        ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}, "window of 8"),
-        ({"attn_logit_softcapping": 50.0}, "caps attention logits"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "chunk"),
+        ({"layer_types": ["linear_attention", "full_attention"]}, "keep a state"),
+        ({"layer_types": ["full_attention", "made_up"]}, "type made_up, which ramet does not know"),
+        ({"layer_types": ["full_attention"] * 3}, "types of 3 layers and has 2"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding window of None tokens"),
+        ({"use_bidirectional_attention": True}, "not causal"),
         ({"rope_parameters": {"rope_type": "made_up"}}, "unknown rope scaling 'made_up'"),
         (
             {"rope_parameters": {"rope_type": "dynamic", "original_max_position_embeddings": 64}},
@@ -213,9 +264,11 @@ def test_only_the_asked_rows_are_returned() -> None:
     layers: list[int] = []
     attend = causal([10])
 
-    def counting(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def counting(
+        layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, options: AttentionOptions
+    ) -> Tensor:
         layers.append(layer)
-        return attend(layer, q, k, v, scale)
+        return attend(layer, q, k, v, scale, options)
 
     heads: list[int] = []
     hook = loaded.module.lm_head.register_forward_hook(lambda *_: heads.append(1))
@@ -231,8 +284,11 @@ def test_attend_gets_views_of_the_documented_shapes() -> None:
     loaded = load_model(tiny_llama(num_heads=6, num_kv_heads=2, head_dim=8))
     seen: list[tuple[Any, ...]] = []
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attend(
+        layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, options: AttentionOptions
+    ) -> Tensor:
         seen.append((layer, q.shape, k.shape, v.shape, scale))
+        assert options is PLAIN
         assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
         return torch.zeros_like(q)
 
@@ -265,7 +321,9 @@ def test_a_taken_over_model_says_so_when_used_elsewhere() -> None:
 def test_errors_in_attend_come_through() -> None:
     loaded = load_model(tiny_llama())
 
-    def broken(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def broken(
+        layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, options: AttentionOptions
+    ) -> Tensor:
         raise ZeroDivisionError
 
     ids = torch.arange(3)
@@ -343,8 +401,9 @@ def test_a_folder_without_all_of_its_weights(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
-    transformers.MistralConfig(**{**SIZES, "sliding_window": 32}).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModel, match="sliding window of 32"):
+    config = {**SIZES, "num_attention_heads": 33, "num_key_value_heads": 2}
+    transformers.MistralConfig(**config).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match="33 query heads cannot share 2"):
         load_model(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "no_such_family"}')
     with pytest.raises(UnsupportedModel, match="no_such_family"):
