@@ -45,7 +45,7 @@ def known_logprobs(cursor: Cursor) -> array[float]:
 def write_logprobs(cursor: Cursor, start: int, logprobs: Sequence[float]) -> None:
     """Keep the log-probabilities of the branch's tokens from position `start` on, as far as they are in full
     blocks. What is known already stays; NaN is skipped. O(path + len(logprobs))."""
-    assert 0 <= start and start + len(logprobs) <= cursor.length, "a branch knows its own tokens only"
+    assert start >= 0 and start + len(logprobs) <= cursor.length, "a branch knows its own tokens only"
     node: Node | None = cursor.node
     while node is not None and node.end > start:
         begin = node.start

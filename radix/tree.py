@@ -54,8 +54,8 @@ class Node:
         "idle_entry",  # what stands for it in the tree's ordered set, None when not evictable
         "key",  # token ids as bytes
         "last",  # logical time of the last use
-        "logprobs",  # one number for each token of the key, or None: see sidecar.py
         "live",  # own cursors + children with live > 0; the node is protected iff this is positive
+        "logprobs",  # one number for each token of the key, or None: see sidecar.py
         "num_resident",  # children that hold at least one block
         "parent",
         "ranked",  # keys of the resident children in order, kept where there are many
