@@ -1,8 +1,8 @@
 """Log-probabilities beside the tokens of the tree: one number a token, given all tokens before it.
 
-A node has none until somebody writes some. NaN is "not known". They are facts about the tokens, not about the
-blocks, so they go where the tokens go: split, joined, moved and forgotten with them. What two branches know of
-the same tokens is the same, so the first to write it stays.
+A node has none until somebody writes some. NaN is "not known". They are facts about the tokens, not about
+the blocks, so they go where the tokens go: split, joined, moved and forgotten with them. What two branches
+know of the same tokens is the same, so the first to write it stays.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def known_logprobs(cursor: Cursor) -> array[float]:
 def write_logprobs(cursor: Cursor, start: int, logprobs: Sequence[float]) -> None:
     """Keep the log-probabilities of the branch's tokens from position `start` on, as far as they are in full
     blocks. What is known already stays; NaN is skipped. O(path + len(logprobs))."""
-    assert start >= 0 and start + len(logprobs) <= cursor.length, "a branch knows its own tokens only"
+    assert not logprobs or 0 <= start <= cursor.length - len(logprobs), "a branch knows its own tokens only"
     node: Node | None = cursor.node
     while node is not None and node.end > start:
         begin = node.start
