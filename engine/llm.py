@@ -389,7 +389,7 @@ class StreamReader:
 
     def read(self) -> list[Delta]:
         """What is new, one Delta a generation. Raises the error of one that failed."""
-        deltas = []
+        deltas: list[Delta] = []
         first = not any(num_tokens for _, num_tokens in self._shown)
         for index, generation in enumerate(self._generations):
             choice, (num_chars, num_tokens) = generation.choice, self._shown[index]
