@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from ramet import LLM, InvalidInput, SamplingParams
+from ramet.engine.errors import StepFailed
 from ramet.engine.outputs import Choice, Output
 from ramet.engine.runs import Generation
 from ramet.engine.sampling_params import derive_seed
@@ -434,3 +435,30 @@ def test_h3_choices_neighbours_streams_and_preemption(make_tiny: MakeLLM) -> Non
     deltas = list(make_tiny().stream(prompts[0], params))
     assert deltas[0].prompt_logprobs == cold[0].prompt_logprobs
     assert all(delta.prompt_logprobs is None for delta in deltas[1:])
+
+
+def test_prompt_logits_that_are_no_numbers_end_only_their_own_request() -> None:
+    def next_token(past: list[int]) -> list[float]:
+        return [float("nan")] * 4 if past[-1] == 3 else [0.0, 1.0, 2.0, -9.0]
+
+    llm = LLM(ScriptedModel(next_token, 4), block_size=4, num_blocks=32)
+    llm.on_step(lambda: check_invariants(llm))
+    for n in (1, 3):
+        params = SamplingParams(n=n, temperature=0, max_tokens=3, prompt_logprobs=0)
+        other = SamplingParams(temperature=0, max_tokens=3)
+        with pytest.raises(StepFailed):
+            llm.generate([[0, 3, 1, 0, 1, 2], [1, 1]], [params, other])
+        check_idle(llm)
+        outputs = llm.generate([[0, 3, 1, 0, 1, 2], [1, 1]], [other, params])
+        assert [output.choices[0].token_ids for output in outputs] == [[2, 2, 2]] * 2
+    check_idle(llm)
+
+
+def test_a_request_that_is_not_cached_leaves_no_prompt_logprobs(make_tiny: MakeLLM) -> None:
+    prompt = tokens(33, 9)
+    params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=0)
+    llm = make_tiny()
+    first, second = (llm.generate(prompt, params, cache=False)[0] for _ in range(2))
+    assert second.num_cached_tokens == 0
+    assert_close(own_logprobs(first), own_logprobs(second))
+    assert llm.stats().pages.num_free == llm.config.num_blocks
