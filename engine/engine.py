@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Hashable, Iterable, Sequence as Seq
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +16,7 @@ from ramet.engine.config import EngineConfig
 from ramet.engine.errors import BadLogits, OutOfCapacity, StepFailed
 from ramet.engine.model_runner import Runner
 from ramet.engine.runs import FanOut, Generation, HeadScoring, Run, Scoring
-from ramet.engine.sampler import sample
+from ramet.engine.sampler import logprobs_of, sample
 from ramet.engine.sampling_params import SamplingParams, derive_seed
 from ramet.engine.scheduler import Pick, Scheduled, Scheduler
 from ramet.engine.sequence import Sequence
@@ -129,6 +128,9 @@ class Engine:
         room = self.config.max_tokens - len(sequence.token_ids) + 1
         if room < 1:
             self.check_length(len(sequence.token_ids))
+        text = ""
+        if params.echo and self.tokenizer is not None:
+            text = self.tokenizer.decode_unchecked(sequence.token_ids, skip_special_tokens=True)
         return Generation(
             params,
             seed=seed,
@@ -136,6 +138,7 @@ class Engine:
             allowance=room if params.max_tokens is None else min(room, params.max_tokens),
             eos_token_ids=self.eos_token_ids,
             tokenizer=self.tokenizer,
+            prompt_text=text,
         )
 
     def generations(self, sequence: Sequence, params: SamplingParams) -> list[Generation]:
@@ -226,10 +229,21 @@ class Engine:
             rows = range(start, start + row.num_logits)
             start += row.num_logits
             try:
+                rows = self._score_prompt(pick, logits, rows)
                 self._take_logits(pick, logits, rows, draws)
             except BadLogits as error:
                 self._fail(pick.sequence, error)
         self._sample(logits, draws)
+
+    def _score_prompt(self, pick: Pick, logits: Tensor, rows: range) -> range:
+        """Let the run score its prompt by its rows of the logits; returns the rows that are left."""
+        run = pick.sequence.run
+        if run is None or run.prompt_scores is None or not run.prompt_scores.num_left:
+            return rows
+        count = min(len(rows), run.prompt_scores.num_left)
+        run.prompt_scores.accept(logits[rows.start : rows.start + count])
+        run.logits_from = run.prompt_scores.logits_from
+        return rows[count:]
 
     def _take_logits(
         self, pick: Pick, logits: Tensor, rows: range, draws: list[tuple[Sequence, Generation, int]]
@@ -239,18 +253,19 @@ class Engine:
         if isinstance(run, Generation):
             draws.extend((sequence, run, row) for row in rows)
         elif isinstance(run, FanOut) and rows:
+            run.prepare_children(sequence)
             for index, generation in enumerate(run.generations):
                 child = self._fork_running(sequence, generation, index, keep=run.keep)
                 run.children.append(child)
                 draws.append((child, generation, rows[0]))
             self._finish(sequence)
         elif isinstance(run, Scoring):
-            run.accept(_logprobs(logits[rows.start : rows.stop], run.next_targets(len(rows))))
+            run.accept(logprobs_of(logits[rows.start : rows.stop], run.next_targets(len(rows))))
             if len(run.token_logprobs) == len(run.targets):
                 self._finish(sequence)
         elif isinstance(run, HeadScoring) and rows:
             firsts = [candidate[0] for candidate in run.candidates]
-            run.first_logprobs = _logprobs(logits[rows[0]].expand(len(firsts), -1), firsts)
+            run.first_logprobs = logprobs_of(logits[rows[0]].expand(len(firsts), -1), firsts)
             self._score_rests(sequence, run)
             self._finish(sequence)
         elif type(run) is Run and sequence.num_to_do == 0:
@@ -290,11 +305,9 @@ class Engine:
                 self._fail(draws[index][0], error)
             self._sample(logits, [draw for index, draw in enumerate(draws) if index not in bad])
             return
-        for (sequence, generation, _), token_id, logprob, top in zip(
-            draws, sampled.token_ids, sampled.logprobs, sampled.top_logprobs, strict=True
-        ):
+        for (sequence, generation, _), drawn in zip(draws, sampled.draws(), strict=True):
             try:
-                generation.accept(sequence, token_id, logprob, top)
+                generation.accept(sequence, drawn)
             except Exception as error:  # one request's text must not end the others
                 self._fail(sequence, error)
                 continue
@@ -332,6 +345,8 @@ class Engine:
     def _end(self, sequence: Sequence) -> None:
         """The one place where a run leaves its sequence."""
         run, sequence.run = sequence.run, None
+        if run is not None:
+            run.keep_scores(sequence)
         if sequence.keep:
             self.scheduler.rest(sequence)
         else:
@@ -358,15 +373,3 @@ class Engine:
             num_waiting=len(scheduler.waiting),
             num_running=len(scheduler.running),
         )
-
-
-def _logprobs(logits: Tensor, token_ids: Seq[int]) -> list[float]:
-    """The log-probability of token i in row i of logits [R, V]. Raises BadLogits where there is none."""
-    if not token_ids:
-        return []
-    logprobs = torch.log_softmax(logits.float(), dim=-1)  # [R, V]
-    chosen = logprobs.gather(1, torch.tensor(token_ids, device=logits.device)[:, None])[:, 0].tolist()
-    bad = tuple(index for index, logprob in enumerate(chosen) if math.isnan(logprob))
-    if bad:
-        raise BadLogits(bad)
-    return chosen

@@ -16,7 +16,9 @@ from ramet.engine.config import EngineConfig
 from ramet.engine.engine import Engine, Stats
 from ramet.engine.errors import BranchReleased, InvalidInput
 from ramet.engine.outputs import Choice, Delta, Output, Score
+from ramet.engine.prompt_scores import PromptScores
 from ramet.engine.runs import FanOut, Generation, HeadScoring, Run
+from ramet.engine.sampler import TokenLogprob
 from ramet.engine.sampling_params import SamplingParams
 from ramet.engine.sequence import Sequence
 from ramet.engine.tokenizer import Tokenizer, validate_token_ids
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     import torch
 
 Prompt: TypeAlias = str | Seq[int]
+_LISTS_OF_TOKENS = ("stop_token_ids", "allowed_token_ids", "banned_token_ids", "logprob_token_ids")
 
 T = TypeVar("T")
 # Yields the runs that must have finished before it goes on; closed early, it leaves nothing behind.
@@ -144,8 +147,10 @@ class LLM:
         finally:
             self._release_all(requests)
         return [
-            Output(token_ids, sequence.num_cached_tokens or 0, [g.choice for g in generations])
-            for token_ids, (sequence, _, generations) in zip(many, requests, strict=True)
+            Output(
+                ids, sequence.num_cached_tokens or 0, [g.choice for g in generations], _prompt_logprobs(run)
+            )
+            for ids, (sequence, run, generations) in zip(many, requests, strict=True)
         ]
 
     def stream(
@@ -186,6 +191,10 @@ class LLM:
         sequence = self.engine.new_sequence(list(token_ids), keep=False, cache=cache)
         generations = self.engine.generations(sequence, params)
         run: Run = generations[0] if len(generations) == 1 else FanOut(generations, keep=False)
+        if params.prompt_logprobs is not None:
+            scores = PromptScores(token_ids, params.prompt_logprobs)
+            for one in (run, *generations):
+                one.prompt_scores = scores
         return sequence, run, generations
 
     def _release_all(self, requests: Seq[Request]) -> None:
@@ -273,7 +282,7 @@ class LLM:
         runs = []
         for branch, own in zip(branches, params, strict=True):
             branch._check_unused()
-            self._check_params(own)
+            self._check_params(own, of_branch=True)
             if own.n != 1:
                 raise InvalidInput("n", "must be 1 where a branch itself goes on; use expand()", own.n)
             runs.append(self.engine.generations(branch._sequence, own)[0])
@@ -320,10 +329,32 @@ class LLM:
             raise InvalidInput(field, "must be token ids: this model has no tokenizer")
         return self.tokenizer
 
-    def _check_params(self, params: SamplingParams) -> None:
-        validate_token_ids(params.stop_token_ids, self.engine.vocab_size, "stop_token_ids")
+    def _check_params(self, params: SamplingParams, *, of_branch: bool = False) -> None:
+        """What SamplingParams cannot know: the vocabulary, the tokenizer, and whether there is a prompt."""
+        self._check_tokens(params)
         if params.stops:
             self._tokenizer("stop")
+        if params.echo:
+            self._tokenizer("echo")
+        if of_branch and params.echo:
+            raise InvalidInput("echo", "must be false for a branch: Branch.text has all of it")
+        if of_branch and params.prompt_logprobs is not None:
+            raise InvalidInput("prompt_logprobs", "must be None for a branch; see Branch.score")
+
+    def _check_tokens(self, params: SamplingParams) -> None:
+        """Every token is in the vocabulary, and one is left that can be chosen."""
+        vocab_size = self.engine.vocab_size
+        for field in _LISTS_OF_TOKENS:
+            validate_token_ids(getattr(params, field) or (), vocab_size, field)
+        validate_token_ids((token_id for token_id, _ in params.biases), vocab_size, "logit_bias")
+        forbidden = set(params.banned_token_ids)
+        if params.min_tokens:
+            forbidden.update(params.stop_token_ids, () if params.ignore_eos else self.engine.eos_token_ids)
+        allowed = params.allowed_token_ids
+        num_left = vocab_size - len(forbidden) if allowed is None else len(set(allowed) - forbidden)
+        if num_left <= 0:
+            field = "banned_token_ids" if allowed is None else "allowed_token_ids"
+            raise InvalidInput(field, "must leave a token that can be chosen")
 
 
 class StreamReader:
@@ -358,7 +389,8 @@ class StreamReader:
 
     def read(self) -> list[Delta]:
         """What is new, one Delta a generation. Raises the error of one that failed."""
-        deltas = []
+        deltas: list[Delta] = []
+        first = not any(num_tokens for _, num_tokens in self._shown)
         for index, generation in enumerate(self._generations):
             choice, (num_chars, num_tokens) = generation.choice, self._shown[index]
             if generation.error is not None:
@@ -366,7 +398,8 @@ class StreamReader:
             if len(choice.token_ids) > num_tokens:
                 self._shown[index] = len(choice.text), len(choice.token_ids)
                 new = choice.token_ids[num_tokens:]
-                deltas.append(Delta(choice.index, choice.text[num_chars:], new, choice.finish_reason))
+                scores = _prompt_logprobs(generation) if first and not deltas else None
+                deltas.append(Delta(choice.index, choice.text[num_chars:], new, choice.finish_reason, scores))
         return deltas
 
 
@@ -524,13 +557,13 @@ class Branch:
             each = _params(params, settings)
             if n is not None:
                 each = SamplingParams(**{**_fields(each), "n": n})
-            self.llm._check_params(each)
+            self.llm._check_params(each, of_branch=True)
             return engine.generations(self._sequence, each)
         if settings or (n is not None and n != len(params)):
             raise InvalidInput("params", "give each child its own settings, and so decide how many there are")
         generations = []
         for index, own in enumerate(params):
-            self.llm._check_params(own)
+            self.llm._check_params(own, of_branch=True)
             if own.n != 1:
                 raise InvalidInput("n", "must be 1 in each child's params", own.n)
             generation = engine.generations(self._sequence, own)[0]
@@ -631,6 +664,10 @@ class Branch:
 
 
 Request: TypeAlias = tuple[Sequence, Run, list[Generation]]
+
+
+def _prompt_logprobs(run: Run) -> list[list[TokenLogprob] | None] | None:
+    return None if run.prompt_scores is None else run.prompt_scores.entries
 
 
 def _params(params: SamplingParams | None, settings: dict[str, Any]) -> SamplingParams:

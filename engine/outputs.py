@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ramet.engine.sampler import TokenLogprob
+from ramet.engine.sampler import Draw, TokenLogprob
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -24,6 +24,19 @@ class Choice:
     logprobs: list[list[TokenLogprob]] | None = None  # the likeliest tokens at each place, if asked for
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the token id or the string that ended it
+    named_logprobs: list[list[TokenLogprob]] | None = None  # of the tokens named, at each place, if any are
+    entropies: list[float] | None = None  # nats, of the model's distribution at each place, if asked for
+
+    def add(self, draw: Draw) -> None:
+        """Append a token with what is reported of it; the text is the caller's."""
+        self.token_ids.append(draw.token_id)
+        self.token_logprobs.append(draw.logprob)
+        if self.logprobs is not None and draw.top is not None:
+            self.logprobs.append(draw.top)
+        if self.named_logprobs is not None and draw.named is not None:
+            self.named_logprobs.append(draw.named)
+        if self.entropies is not None and draw.entropy is not None:
+            self.entropies.append(draw.entropy)
 
     @property
     def cumulative_logprob(self) -> float:
@@ -42,6 +55,9 @@ class Output:
     prompt_token_ids: list[int]
     num_cached_tokens: int  # of the prompt, found in the cache; at most one less than there are
     choices: list[Choice]
+    # For each token of the prompt the likeliest tokens there, its own among them; None for the first, and for
+    # all if nothing was asked for.
+    prompt_logprobs: list[list[TokenLogprob] | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -62,9 +78,13 @@ class Score:
 
 @dataclass(frozen=True)
 class Delta:
-    """A piece of a stream: joined, the texts of one index are the text of its choice."""
+    """A piece of a stream: joined, the texts of one index are the text of its choice.
+
+    The first piece of a stream has the prompt's log-probabilities, if they were asked for; see Output.
+    """
 
     index: int
     text: str
     token_ids: list[int]
     finish_reason: FinishReason | None
+    prompt_logprobs: list[list[TokenLogprob] | None] | None = None

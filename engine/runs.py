@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
+from ramet.engine.adjust import TokenCounts, adjustment_of
 from ramet.engine.errors import BranchReleased
 from ramet.engine.outputs import Choice, FinishReason, Score
-from ramet.engine.sampler import RowSampling, TokenLogprob
+from ramet.engine.prompt_scores import PromptScores
+from ramet.engine.sampler import Draw, RowSampling
 from ramet.engine.sampling_params import SamplingParams
 from ramet.engine.sequence import Sequence
 from ramet.engine.tokenizer import IncrementalDetokenizer, StopChecker, Tokenizer
@@ -21,6 +23,7 @@ class Run:
 
     def __init__(self) -> None:
         self.logits_from: int | None = None  # the first position whose logits are still needed
+        self.prompt_scores: PromptScores | None = None  # what is wanted of the prompt's own tokens
         self.finished = False
         self.held = False  # rests until whoever reads its results has caught up
         self.error: BaseException | None = None
@@ -32,6 +35,17 @@ class Run:
 
     def start(self, sequence: Sequence) -> None:
         """The sequence is submitted with this run."""
+
+    def admitted(self, sequence: Sequence) -> None:
+        """The sequence has its place in the pages: what they know of the prompt need not be computed."""
+        if self.prompt_scores is not None and self.prompt_scores.num_left:
+            self.prompt_scores.recall(sequence.live_cursor)
+            self.logits_from = self.prompt_scores.logits_from
+
+    def keep_scores(self, sequence: Sequence) -> None:
+        """The run has ended: leave with the pages what it knows of their tokens."""
+        if self.prompt_scores is not None and sequence.is_live:
+            self.prompt_scores.keep(sequence.live_cursor)
 
     def fail(self, error: BaseException) -> None:
         """The run cannot go on: whoever waits for it gets `error`."""
@@ -55,52 +69,94 @@ class Generation(Run):
         allowance: int,
         eos_token_ids: frozenset[int],
         tokenizer: Tokenizer | None,
+        prompt_text: str = "",
     ) -> None:
+        """`prompt_text` is what the choice's text begins with; it is searched for no stop string."""
         super().__init__()
         self.params = params
         self.seed = seed
         self.allowance = allowance  # tokens that may be generated
-        self.choice = Choice(index, logprobs=None if params.logprobs is None else [])
+        self.choice = Choice(
+            index,
+            prompt_text,
+            logprobs=None if params.logprobs is None else [],
+            named_logprobs=[] if params.logprob_token_ids else None,
+            entropies=[] if params.return_entropy else None,
+        )
         self._ends = (frozenset() if params.ignore_eos else eos_token_ids) | frozenset(params.stop_token_ids)
         self._detokenizer = IncrementalDetokenizer(tokenizer) if tokenizer is not None else None
         self._stops = StopChecker(params.stops)
+        self._counts: TokenCounts | None = None
+        self.prepare(None)
 
     @property
     def num_tokens_left(self) -> int:
         return self.allowance - len(self.choice.token_ids)
 
+    @property
+    def counts_prompt(self) -> bool:
+        """Whether the tokens that the branch holds at the start matter to what is drawn."""
+        return self.params.repetition_penalty != 1.0
+
     def start(self, sequence: Sequence) -> None:
         self.logits_from = len(sequence.token_ids) - 1
+        if self.counts_prompt:
+            self.prepare(TokenCounts(sequence.token_ids))
+
+    def prepare(self, prompt: TokenCounts | None) -> None:
+        """Begin with these tokens held. What is counted belongs to this run alone from now on."""
+        p = self.params
+        if prompt is None and (p.presence_penalty or p.frequency_penalty):
+            prompt = TokenCounts()  # these two see the output only
+        self._counts = prompt
+        self._adjustment = adjustment_of(p, prompt)
+        self._early_adjustment = adjustment_of(p, prompt, self._ends) if p.min_tokens else None
 
     def row_sampling(self, sequence: Sequence) -> RowSampling:
         """How the next token is drawn: from the branch's own stream, at the token's own position."""
         p = self.params
         position = len(sequence.token_ids)
-        return RowSampling(p.temperature, p.top_k, p.top_p, self.seed, position, p.logprobs)
+        early = len(self.choice.token_ids) < p.min_tokens
+        return RowSampling(
+            temperature=p.temperature,
+            top_k=p.top_k,
+            top_p=p.top_p,
+            seed=self.seed,
+            position=position,
+            logprobs=p.logprobs,
+            min_p=p.min_p,
+            adjustment=self._early_adjustment if early else self._adjustment,
+            named=tuple(p.logprob_token_ids),
+            entropy=p.return_entropy,
+        )
 
-    def accept(
-        self, sequence: Sequence, token_id: int, logprob: float, top: list[TokenLogprob] | None
-    ) -> None:
+    def accept(self, sequence: Sequence, draw: Draw) -> None:
         """Append a sampled token; sets `finished` if it was the last."""
-        choice = self.choice
+        token_id = draw.token_id
         sequence.token_ids.append(token_id)
         self.logits_from = len(sequence.token_ids) - 1
-        choice.token_ids.append(token_id)
-        choice.token_logprobs.append(logprob)
-        if choice.logprobs is not None and top is not None:
-            choice.logprobs.append(top)
+        if self._counts is not None:
+            self._counts.add(token_id)
+        self.choice.add(draw)
         if token_id in self._ends:
             self.finish("stop", token_id)
-            return
-        if self._detokenizer is not None:
-            shown = self._stops.add(self._detokenizer.add(token_id))
-            choice.text += shown.text
-            if shown.stop is not None:
-                self._detokenizer = None  # the text has ended, whatever is still held
-                self.finish("stop", shown.stop)
-                return
-        if len(choice.token_ids) >= self.allowance:
+        elif (stop := self._add_text(token_id)) is not None:
+            self._detokenizer = None  # the text has ended, whatever is still held
+            self.finish("stop", stop)
+        elif self.num_tokens_left <= 0:
             self.finish("length")
+
+    def _add_text(self, token_id: int) -> str | None:
+        """Add what a token shows to the text; returns the stop string that it completes."""
+        if self._detokenizer is None:
+            return None
+        delta = self._detokenizer.add(token_id)
+        if len(self.choice.token_ids) <= self.params.min_tokens:
+            self.choice.text += delta
+            return None
+        shown = self._stops.add(delta)
+        self.choice.text += shown.text
+        return shown.stop
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """End the choice, with the text that was held back. Idempotent."""
@@ -121,6 +177,11 @@ class Generation(Run):
         """The tokens generated so far stay."""
         self.finish("abort")
 
+    def keep_scores(self, sequence: Sequence) -> None:
+        """The prompt's, and those of the tokens generated: they are known as well."""
+        if self.prompt_scores is not None and sequence.is_live:
+            self.prompt_scores.keep(sequence.live_cursor, self.choice.token_logprobs)
+
 
 class FanOut(Run):
     """Compute the logits of the last token once and let each of several children sample from them."""
@@ -133,6 +194,14 @@ class FanOut(Run):
 
     def start(self, sequence: Sequence) -> None:
         self.logits_from = len(sequence.token_ids) - 1
+
+    def prepare_children(self, sequence: Sequence) -> None:
+        """Let each child know which tokens the prompt holds; they are counted once."""
+        if any(generation.counts_prompt for generation in self.generations):
+            counts = TokenCounts(sequence.token_ids)
+            for generation in self.generations:
+                if generation.counts_prompt:
+                    generation.prepare(counts.fork())
 
     def fail(self, error: BaseException) -> None:
         """There are no children yet: nobody else could end their generations."""

@@ -1,11 +1,15 @@
 """Chooses the next token of every row from its logits.
 
+The order is that of vLLM and transformers: biases and forbidden tokens, penalties (adjust.py), temperature,
+top_k, top_p, min_p. Each filter sees the distribution that the ones before it left.
+
 A row's result depends on its own logits, settings, seed and position alone: never on the other rows, nor on
 what was drawn before. It keeps no state.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ramet.engine.adjust import Adjustment, adjusted
 from ramet.engine.errors import BadLogits
 
 # Below these a draw could not tell the likeliest token from certainty, and exp() would only see 0 and 1.
@@ -30,6 +35,10 @@ class RowSampling(NamedTuple):
     seed: int  # of the branch's own random stream
     position: int  # of the token to be drawn, in the branch: which number of the stream is used
     logprobs: int | None = None  # how many of the likeliest tokens to report; None is none
+    min_p: float = 0.0  # 0 is off
+    adjustment: Adjustment | None = None  # None is none
+    named: tuple[int, ...] = ()  # tokens whose log-probabilities to report
+    entropy: bool = False  # whether to report that of the raw distribution
 
     @property
     def is_greedy(self) -> bool:
@@ -44,38 +53,69 @@ class TokenLogprob(NamedTuple):
     logprob: float
 
 
+class Draw(NamedTuple):
+    """What came out of one row; log-probabilities and entropy are those of the raw logits."""
+
+    token_id: int
+    logprob: float
+    top: list[TokenLogprob] | None = None  # likeliest first; the chosen token is always among them
+    named: list[TokenLogprob] | None = None  # in the order in which they were named
+    entropy: float | None = None  # nats
+
+
 class Sampled(NamedTuple):
-    """One entry for each row."""
+    """One entry for each row; see Draw."""
 
     token_ids: list[int]
-    logprobs: list[float]  # of the chosen tokens, from the raw logits
-    top_logprobs: list[list[TokenLogprob] | None]  # likeliest first; the chosen token is always among them
+    logprobs: list[float]
+    top_logprobs: list[list[TokenLogprob] | None]
+    named_logprobs: list[list[TokenLogprob] | None]
+    entropies: list[float | None]
+
+    def draws(self) -> list[Draw]:
+        """The same, row by row."""
+        return [Draw(*row) for row in zip(*self, strict=True)]
 
 
 def sample(logits: Tensor, rows: Sequence[RowSampling]) -> Sampled:
     """Choose a token for each row.
 
     logits: [R, V], any float dtype. rows: R settings, in the order of the logits.
-    Raises BadLogits, which names the rows, where a row holds NaN, +inf, or nothing above -inf.
+    Raises BadLogits, which names the rows, where a row holds NaN, +inf, or no finite token that is allowed.
     """
     assert logits.ndim == 2 and logits.shape[0] == len(rows), "one row of logits for each row of settings"
     if not rows:
-        return Sampled([], [], [])
-    logits = logits.float()  # [R, V]
+        return Sampled([], [], [], [], [])
+    raw_logits = logits.float()  # [R, V]
+    logits = adjusted(raw_logits, [row.adjustment for row in rows])
+    if logits is not raw_logits:
+        _check_finite(raw_logits.amax(dim=-1))  # a ban could hide it
     token_ids = logits.argmax(dim=-1)  # [R]; the lowest id where several are equal
     _check_finite(logits.gather(1, token_ids[:, None])[:, 0])
     drawn = [index for index, row in enumerate(rows) if not row.is_greedy]
     if drawn:
         index = torch.tensor(drawn, device=logits.device)
         token_ids[index] = _draw(logits[index], [rows[i] for i in drawn])
-    raw = torch.log_softmax(logits, dim=-1)  # [R, V]
+    raw = torch.log_softmax(raw_logits, dim=-1)  # [R, V]
     chosen = raw.gather(1, token_ids[:, None])[:, 0].tolist()
     ids: list[int] = token_ids.tolist()
     top = [
-        None if row.logprobs is None else _top_logprobs(raw[i], row.logprobs, ids[i])
+        None if row.logprobs is None else top_logprobs(raw[i], row.logprobs, ids[i])
         for i, row in enumerate(rows)
     ]
-    return Sampled(ids, chosen, top)
+    return Sampled(ids, chosen, top, _named_logprobs(raw, rows), _entropies(raw, rows))
+
+
+def logprobs_of(logits: Tensor, token_ids: Sequence[int]) -> list[float]:
+    """The log-probability of token i in row i of logits [R, V]. Raises BadLogits where there is none."""
+    if not token_ids:
+        return []
+    logprobs = torch.log_softmax(logits.float(), dim=-1)  # [R, V]
+    chosen = logprobs.gather(1, torch.tensor(token_ids, device=logits.device)[:, None])[:, 0].tolist()
+    bad = tuple(index for index, logprob in enumerate(chosen) if math.isnan(logprob))
+    if bad:
+        raise BadLogits(bad)
+    return chosen
 
 
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
@@ -110,6 +150,9 @@ def _draw(logits: Tensor, rows: Sequence[RowSampling]) -> Tensor:
     if filtered:
         at = torch.tensor(filtered, device=logits.device)
         weights[at] *= _kept(logits[at], [rows[i] for i in filtered])
+    if any(row.min_p for row in rows):
+        # The likeliest token has weight 1, whatever the filters have taken from the others.
+        weights *= weights >= _column(weights, [row.min_p for row in rows])
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
     number = uniforms([row.seed for row in rows], [row.position for row in rows])
     total = cumulative[:, -1:]
@@ -174,7 +217,7 @@ def _check_finite(highest: Tensor) -> None:
         raise BadLogits(tuple(bad))
 
 
-def _top_logprobs(logprobs: Tensor, count: int, chosen: int) -> list[TokenLogprob]:
+def top_logprobs(logprobs: Tensor, count: int, chosen: int) -> list[TokenLogprob]:
     """The ``count`` likeliest tokens of one row [V], ties by id, then the chosen one if it is not there."""
     count = min(count, logprobs.shape[0])
     top: list[TokenLogprob] = []
@@ -186,3 +229,29 @@ def _top_logprobs(logprobs: Tensor, count: int, chosen: int) -> list[TokenLogpro
     if all(token.token_id != chosen for token in top):
         top.append(TokenLogprob(chosen, float(logprobs[chosen])))
     return top
+
+
+def _named_logprobs(raw: Tensor, rows: Sequence[RowSampling]) -> list[list[TokenLogprob] | None]:
+    """The log-probabilities [R, V] of the tokens that each row names, read in one go."""
+    naming = [(index, row.named) for index, row in enumerate(rows) if row.named]
+    found: list[list[TokenLogprob] | None] = [None] * len(rows)
+    if naming:
+        row_of = torch.tensor([index for index, named in naming for _ in named], device=raw.device)
+        column = torch.tensor([token_id for _, named in naming for token_id in named], device=raw.device)
+        values = iter(raw[row_of, column].tolist())
+        for index, named in naming:
+            found[index] = [TokenLogprob(token_id, next(values)) for token_id in named]
+    return found
+
+
+def _entropies(raw: Tensor, rows: Sequence[RowSampling]) -> list[float | None]:
+    """The entropy, in nats, of the rows [R, V] of log-probabilities that ask for it."""
+    asking = [index for index, row in enumerate(rows) if row.entropy]
+    found: list[float | None] = [None] * len(rows)
+    if asking:
+        probabilities = raw[torch.tensor(asking, device=raw.device)].exp()
+        # Added in float64, so that the order, which depends on the number of rows, does not show.
+        entropies = torch.special.entr(probabilities).sum(dim=-1, dtype=torch.float64)
+        for index, entropy in zip(asking, entropies.float().tolist(), strict=True):
+            found[index] = entropy
+    return found

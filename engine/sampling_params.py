@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral, Real
 
+from ramet.engine.checks import (
+    check_bool,
+    check_float,
+    check_int,
+    checked_biases,
+    checked_ids,
+    checked_strings,
+)
 from ramet.engine.errors import InvalidInput
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGPROBS = 20
+MAX_NAMED_TOKENS = 128  # whose log-probabilities are reported at each place
+MAX_BIASES = 1024
+MAX_LISTED_TOKENS = 1 << 16  # allowed or banned
+MAX_BIAS = 100.0
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
+MAX_PENALTY = 2.0
 _MIN_SEED, _MAX_SEED = -(2**63), 2**64 - 1
 _MASK = 2**64 - 1
 
@@ -27,48 +40,108 @@ class SamplingParams:
         top_k: choose among the k likeliest tokens; 0, -1 and anything from the vocabulary's size on mean all.
         top_p: choose among the fewest likeliest tokens that hold this share of the probability (after top_k),
             at least one; 0 takes the likeliest token always.
+        min_p: choose among the tokens that are at least this share as likely as the likeliest (at this
+            temperature, after top_p); 0 is off.
+        repetition_penalty: divides the positive and multiplies the negative logits of tokens that the branch
+            holds, prompt and output; 1 is off, 0.01 to 100.
+        presence_penalty: taken from the logits of tokens that this generation has made; 0 is off, -2 to 2.
+        frequency_penalty: the same, as many times as it has made them; 0 is off, -2 to 2.
+        logit_bias: token id -> what is added to its logit, -100 to 100, for up to 1024 tokens. A tuple of
+            pairs once the object is made.
+        allowed_token_ids: only these can be chosen, up to 65536; None is all.
+        banned_token_ids: these cannot be chosen, up to 65536.
         seed: 64 bits; the same seed gives the same tokens, whatever else runs. None leaves it to the engine.
         max_tokens: how many tokens to generate at most; None is up to the context limit.
+        min_tokens: nothing ends a choice before it has this many tokens: end and stop tokens cannot be
+            chosen, and stop strings are not looked for.
         stop: texts that end a choice, and are cut off; one or up to 16. A tuple once the object is made.
         stop_token_ids: tokens that end a choice, beside the model's own; up to 64.
         ignore_eos: go on past the model's own end tokens.
+        echo: let the text begin with that of the prompt; it is not searched for stop strings.
         logprobs: how many of the likeliest tokens to report with each token, 0 to 20; None reports none.
+        prompt_logprobs: the same for the tokens of the prompt. 0 reports each token's own, which is kept with
+            the cached prefix once it is known; for more the prompt runs again.
+        logprob_token_ids: tokens whose log-probabilities to report with each token, up to 128.
+        return_entropy: report the entropy, in nats, of the distribution that each token was chosen from.
+
+    Log-probabilities and entropy are those of the model: before biases, penalties, temperature and filters.
     """
 
     n: int = 1
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    banned_token_ids: Sequence[int] = ()
     seed: int | None = None
     max_tokens: int | None = 64
+    min_tokens: int = 0
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    echo: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logprob_token_ids: Sequence[int] = ()
+    return_entropy: bool = False
 
     def __post_init__(self) -> None:
-        """Check every field, and freeze the two that may come as lists."""
-        _check_int("n", self.n, 1, MAX_CHOICES)
-        _check_float("temperature", self.temperature, 0.0, math.inf)
-        _check_int("top_k", self.top_k, -1, None)
-        _check_float("top_p", self.top_p, 0.0, 1.0)
+        """Check every field, and freeze those that may come as lists or mappings."""
+        check_int("n", self.n, 1, MAX_CHOICES)
+        check_float("temperature", self.temperature, 0.0, math.inf)
+        check_int("top_k", self.top_k, -1, None)
+        check_float("top_p", self.top_p, 0.0, 1.0)
+        check_float("min_p", self.min_p, 0.0, 1.0)
+        least, most = MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+        check_float("repetition_penalty", self.repetition_penalty, least, most)
+        check_float("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+        check_float("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
         if self.seed is not None:
-            _check_int("seed", self.seed, _MIN_SEED, _MAX_SEED)
+            check_int("seed", self.seed, _MIN_SEED, _MAX_SEED)
         if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1, None)
-        if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        if not isinstance(self.ignore_eos, bool):
-            raise InvalidInput("ignore_eos", "must be true or false", self.ignore_eos)
-        # A caller's list could change after it was checked.
-        object.__setattr__(self, "stop", _checked_stops(self.stop))
-        object.__setattr__(self, "stop_token_ids", _checked_ids(self.stop_token_ids))
+            check_int("max_tokens", self.max_tokens, 1, None)
+        check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
+        for field in ("logprobs", "prompt_logprobs"):
+            if getattr(self, field) is not None:
+                check_int(field, getattr(self, field), 0, MAX_LOGPROBS)
+        for field in ("ignore_eos", "echo", "return_entropy"):
+            check_bool(field, getattr(self, field))
+        self._freeze()
+
+    def _freeze(self) -> None:
+        """Check and copy what a caller could change after it was checked."""
+        frozen = {
+            "stop": checked_strings("stop", self.stop, MAX_STOP_STRINGS),
+            "stop_token_ids": checked_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS),
+            "logit_bias": checked_biases("logit_bias", self.logit_bias, MAX_BIASES, MAX_BIAS),
+            "banned_token_ids": checked_ids("banned_token_ids", self.banned_token_ids, MAX_LISTED_TOKENS),
+            "logprob_token_ids": checked_ids("logprob_token_ids", self.logprob_token_ids, MAX_NAMED_TOKENS),
+        }
+        if self.allowed_token_ids is not None:
+            frozen["allowed_token_ids"] = allowed = checked_ids(
+                "allowed_token_ids", self.allowed_token_ids, MAX_LISTED_TOKENS
+            )
+            if not set(allowed) - set(frozen["banned_token_ids"]):
+                raise InvalidInput("allowed_token_ids", "must hold a token that is not banned")
+        for field, value in frozen.items():
+            object.__setattr__(self, field, value)
 
     @property
     def stops(self) -> tuple[str, ...]:
         """The stop strings, as the tuple that ``stop`` has become."""
         assert isinstance(self.stop, tuple), "made a tuple when the object was made"
         return self.stop
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """(token id, bias) by id, as the tuple that ``logit_bias`` has become."""
+        assert isinstance(self.logit_bias, tuple), "made a tuple when the object was made"
+        return self.logit_bias
 
 
 def derive_seed(seed: int, index: int) -> int:
@@ -85,60 +158,3 @@ def _mix64(x: int) -> int:
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
     return x ^ (x >> 31)
-
-
-def _check_int(field: str, value: object, low: int, high: int | None) -> None:
-    limit = f"must be >= {low}" if high is None else f"must be between {low} and {high}"
-    # A bool is an int to Python, and never what a caller means here.
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise InvalidInput(field, f"must be a whole number, and {limit.removeprefix('must be ')}", value)
-    if int(value) < low or (high is not None and int(value) > high):
-        raise InvalidInput(field, limit, value)
-
-
-def _check_float(field: str, value: object, low: float, high: float) -> None:
-    limit = (
-        f"must be a finite number >= {low:g}" if high == math.inf else f"must be between {low:g} and {high:g}"
-    )
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise InvalidInput(field, limit, value)
-    try:
-        number = float(value)
-    except OverflowError:  # An int can be larger than any float.
-        number = math.inf
-    # Written so that NaN, which compares false with everything, is refused too.
-    if not (low <= number <= high and math.isfinite(number)):
-        raise InvalidInput(field, limit, value)
-
-
-def _checked_stops(stop: object) -> tuple[str, ...]:
-    if stop is None:
-        return ()
-    stops = (stop,) if isinstance(stop, str) else stop
-    if not isinstance(stops, Sequence) or not all(isinstance(text, str) for text in stops):
-        raise InvalidInput("stop", "must be a string or a list of strings", stop)
-    if len(stops) > MAX_STOP_STRINGS:
-        raise InvalidInput("stop", f"must hold at most {MAX_STOP_STRINGS} strings, got {len(stops)}")
-    for text in stops:
-        if not text:
-            raise InvalidInput("stop", "must not hold an empty string")
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError:
-            raise InvalidInput("stop", "must be valid Unicode, without lone surrogates") from None
-    return tuple(stops)
-
-
-def _checked_ids(token_ids: object) -> tuple[int, ...]:
-    if token_ids is None:
-        return ()
-    if isinstance(token_ids, (str, bytes)) or not isinstance(token_ids, Sequence):
-        raise InvalidInput("stop_token_ids", "must be a list of token ids", token_ids)
-    if len(token_ids) > MAX_STOP_TOKEN_IDS:
-        raise InvalidInput(
-            "stop_token_ids", f"must hold at most {MAX_STOP_TOKEN_IDS} ids, got {len(token_ids)}"
-        )
-    for token_id in token_ids:
-        # The upper end is the model's vocabulary, which the engine knows and checks.
-        _check_int("stop_token_ids", token_id, 0, None)
-    return tuple(int(token_id) for token_id in token_ids)

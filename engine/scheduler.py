@@ -137,7 +137,7 @@ class Scheduler:
         budget = self.max_batch_tokens
         picks = []
         ready = [s for s in self.running if not s.is_held]
-        for sequence in sorted(ready, key=lambda s: (s.num_to_do > 1, s.rank)):
+        for sequence in sorted(ready, key=lambda s: (len(s.token_ids) - _begin(s) > 1, s.rank)):
             if budget == 0:
                 break
             pick = self._pick(sequence, budget)
@@ -146,10 +146,7 @@ class Scheduler:
         return picks
 
     def _pick(self, sequence: Sequence, budget: int) -> Pick:
-        assert sequence.run is not None, "a sequence in the scheduler has a run"
-        begin = sequence.num_computed
-        if sequence.run.logits_from is not None:
-            begin = min(begin, sequence.run.logits_from)  # these tokens run again as queries only
+        begin = _begin(sequence)
         return Pick(sequence, begin, min(len(sequence.token_ids), begin + budget))
 
     def _reserve(self, picks: list[Pick]) -> bool:
@@ -236,6 +233,8 @@ class Scheduler:
                 sequence.num_cached_tokens = min(cursor.length, len(tokens) // TOKEN_BYTES - 1)
                 self.num_cached_tokens += sequence.num_cached_tokens
         sequence.live_cursor.keep_row()
+        assert sequence.run is not None, "a waiting sequence has a run"
+        sequence.run.admitted(sequence)
         pick = self._pick(sequence, budget)
         return pick if self._reserve([pick]) else None
 
@@ -298,3 +297,11 @@ class Scheduler:
     def _refuse(self, sequence: Sequence) -> None:
         needed = -(-len(sequence.token_ids) // self.cache.block_size)
         self.refused.append((sequence, OutOfCapacity(needed, self.cache.pool.num_blocks)))
+
+
+def _begin(sequence: Sequence) -> int:
+    """The first token that a sequence runs next."""
+    assert sequence.run is not None, "a sequence in the scheduler has a run"
+    wanted = sequence.run.logits_from
+    # Tokens that have KV, but whose logits are wanted, run again as queries only.
+    return sequence.num_computed if wanted is None else min(sequence.num_computed, wanted)

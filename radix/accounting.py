@@ -219,6 +219,9 @@ def _check_node(cache: PrefixCache, node: Node) -> None:
     ghost = len(node.blocks) * size < len(node.key)
     assert len(node.blocks) * size <= len(node.key), "a block without tokens"
     assert not (ghost and (node.live or resident)), "residency must fall down a path, below live branches too"
+    assert node.logprobs is None or len(node.logprobs) * TOKEN_BYTES == len(node.key), (
+        "numbers without tokens"
+    )
     assert node.num_resident == len(resident), "resident children differ from a recount"
     if node.ranked is not None:
         assert list(node.ranked) == sorted(resident), "the ordered children differ from the children"

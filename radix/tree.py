@@ -6,12 +6,14 @@ cursor.py) and keep the path above them from eviction. The tree knows no tails, 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Hashable
 from itertools import islice
 from typing import NamedTuple
 
 from sortedcontainers import SortedList
 
+from ramet.radix import sidecar
 from ramet.radix.block_pool import BlockPool
 from ramet.radix.eviction import EvictionPolicy
 from ramet.radix.tokens import TOKEN_BYTES, common_tokens
@@ -53,6 +55,7 @@ class Node:
         "key",  # token ids as bytes
         "last",  # logical time of the last use
         "live",  # own cursors + children with live > 0; the node is protected iff this is positive
+        "logprobs",  # one number for each token of the key, or None: see sidecar.py
         "num_resident",  # children that hold at least one block
         "parent",
         "ranked",  # keys of the resident children in order, kept where there are many
@@ -80,6 +83,7 @@ class Node:
         self.last = 0
         self.hits = 0
         self.idle_entry: IdleEntry | None = None
+        self.logprobs: array[float] | None = None
 
     @property
     def start(self) -> int:
@@ -348,6 +352,7 @@ class RadixTree:
         assert parent is not None and 0 < cut < len(node.key), "a split falls inside a node"
         upper = self._new_node(parent, node.first, node.key[:cut], node.blocks[:num_blocks])
         upper.last, upper.hits = node.last, node.hits
+        upper.logprobs = sidecar.cut_front(node, num_blocks * self.block_size)
         del node.key[:cut]
         del node.blocks[:num_blocks]
         self._file(node, upper, bytes(node.key[: self.block_bytes]))
@@ -378,6 +383,7 @@ class RadixTree:
     def _join(self, run: list[Node], parent: Node) -> None:
         """Make the last node of `run` (top to bottom, below `parent`) hold what all of them held."""
         low = run[-1]
+        low.logprobs = sidecar.joined(run)
         low.blocks = [block for node in run for block in node.blocks]
         low.key = bytearray().join(node.key for node in run)
         low.last = max(node.last for node in run)
@@ -403,6 +409,7 @@ class RadixTree:
         node.key += key
         node.blocks.extend(blocks)
         node.end += len(blocks) * self.block_size
+        sidecar.extend(node, len(blocks) * self.block_size, None)
         self._count(node, len(blocks))
 
     def adopt(self, node: Node, blocks: list[int]) -> None:
@@ -425,7 +432,9 @@ class RadixTree:
         assert len(moved) == num_blocks and cut < len(child.key), "only resident blocks of the child move"
         node.key += child.key[:cut]
         node.blocks.extend(moved)
-        node.end += num_blocks * self.block_size
+        count = num_blocks * self.block_size
+        node.end += count
+        sidecar.extend(node, count, sidecar.cut_front(child, count))
         del child.key[:cut]
         del child.blocks[:num_blocks]
         if not child.live:
@@ -472,6 +481,8 @@ class RadixTree:
         if resident:
             node.end -= (len(node.key) - resident) // TOKEN_BYTES
             del node.key[resident:]
+            if node.logprobs is not None:
+                del node.logprobs[resident // TOKEN_BYTES :]
 
     def _collect(self, node: Node) -> None:
         """Remove `node` if nobody needs it any more, and then its ancestors likewise."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -21,6 +22,31 @@ Way = Callable[[LLM, list[int], SamplingParams], list[int]]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, logprobs=2, ignore_eos=True)
 SEEDED = SamplingParams(
     temperature=0.9, top_p=0.95, top_k=50, seed=42, max_tokens=24, logprobs=2, ignore_eos=True
+)
+
+# Every other setting that changes what comes out. On most ways the penalties see a history that was computed,
+# cached, forked or recomputed in another way than that of the reference.
+ADJUSTED = replace(
+    GREEDY,
+    logit_bias={3: 2.0, 77: -100.0, 200: 1.5},
+    allowed_token_ids=range(0, 512, 2),
+    banned_token_ids=[4, 8, 16],
+    repetition_penalty=1.3,
+    presence_penalty=0.6,
+    frequency_penalty=0.4,
+    min_tokens=6,
+    stop_token_ids=[2, 6, 10, 12],
+    logprob_token_ids=[5, 9],
+    return_entropy=True,
+)
+ADJUSTED_AND_SEEDED = replace(
+    SEEDED,
+    min_p=0.02,
+    logit_bias={3: 2.0, 77: -100.0},
+    banned_token_ids=list(range(100, 130)),
+    repetition_penalty=0.8,
+    presence_penalty=-0.5,
+    frequency_penalty=1.5,
 )
 
 
@@ -85,23 +111,18 @@ def truncated(llm: LLM, prompt: list[int], params: SamplingParams) -> list[int]:
     (sibling,) = branch.fork()
     branch.truncate(len(prompt))
     result = branch.generate(params).token_ids
-    branch.truncate(len(prompt) + 3)
-    rest = SamplingParams(
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        seed=params.seed,
-        max_tokens=21,
-        ignore_eos=True,
-    )
-    assert branch.generate(rest).token_ids == result[3:]
+    if not sees_own_output(params):
+        branch.truncate(len(prompt) + 3)
+        assert branch.generate(_part(params, 3, None)).token_ids == result[3:]
     branch.release()
     sibling.release()
     return result
 
 
 def parked(llm: LLM, prompt: list[int], params: SamplingParams) -> list[int]:
-    """Park the branch in mid-generation, evict everything, go on."""
+    """Park the branch between two generations, evict everything, go on."""
+    if sees_own_output(params):
+        return preempted(llm, prompt, params)
     branch = llm.branch(prompt)
     first = branch.generate(_part(params, 0, 7)).token_ids
     branch._sequence.live_cursor.park()
@@ -110,6 +131,19 @@ def parked(llm: LLM, prompt: list[int], params: SamplingParams) -> list[int]:
     result = first + branch.generate(_part(params, 7, None)).token_ids
     branch.release()
     return result
+
+
+def preempted(llm: LLM, prompt: list[int], params: SamplingParams) -> list[int]:
+    """Park the request in mid-generation, evict everything, go on."""
+    stream = llm.stream(prompt, params)
+    result = [token for _ in range(7) for token in next(stream).token_ids]
+    scheduler = llm.engine.scheduler
+    for sequence in list(scheduler.running):
+        sequence.live_cursor.park()
+        scheduler.remove(sequence)
+        scheduler.submit(sequence)
+    llm.engine.cache.tree.evict(llm.config.num_blocks)
+    return result + [token for delta in stream for token in delta.token_ids]
 
 
 def batched(llm: LLM, prompt: list[int], params: SamplingParams) -> list[int]:
@@ -130,14 +164,12 @@ def late_copies(llm: LLM, prompt: list[int], params: SamplingParams) -> list[int
 
 def _part(params: SamplingParams, start: int, end: int | None) -> SamplingParams:
     assert params.max_tokens is not None
-    return SamplingParams(
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        seed=params.seed,
-        max_tokens=(params.max_tokens if end is None else end) - start,
-        ignore_eos=params.ignore_eos,
-    )
+    return replace(params, max_tokens=(params.max_tokens if end is None else end) - start)
+
+
+def sees_own_output(params: SamplingParams) -> bool:
+    """Whether one generation is not the same as two in a row."""
+    return bool(params.presence_penalty or params.frequency_penalty or params.min_tokens)
 
 
 WAYS: list[tuple[Way, dict[str, int]]] = [
@@ -154,6 +186,7 @@ WAYS: list[tuple[Way, dict[str, int]]] = [
     (fork_in_the_middle, {}),
     (truncated, {}),
     (parked, {}),
+    (preempted, {}),
     (batched, {}),
     (batched, {"max_batch_tokens": 11}),
     (batched, {"num_blocks": 12}),  # not enough for all: some are preempted
@@ -178,7 +211,13 @@ def assert_same(reference: Choice, found: list[int]) -> None:
 
 
 # Lengths around the edges of a block of 16; the drawn tokens need fewer, as they take the same way.
-PROMPTS = [*((GREEDY, n) for n in (1, 15, 16, 17, 33)), (SEEDED, 31)]
+PROMPTS = [
+    *((GREEDY, n) for n in (1, 15, 16, 17, 33)),
+    (SEEDED, 31),
+    (ADJUSTED, 34),
+    (ADJUSTED_AND_SEEDED, 30),
+]
+NAMES = [f"{'greedy' if p.temperature == 0 else 'seeded'}-{n}" for p, n in PROMPTS]
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +225,7 @@ def references(make_tiny: MakeLLM) -> dict[int, Choice]:
     return {n: make_tiny().generate(tokens(n, 1), params)[0].choices[0] for params, n in PROMPTS}
 
 
-@pytest.mark.parametrize(("params", "length"), PROMPTS)
+@pytest.mark.parametrize(("params", "length"), PROMPTS, ids=NAMES)
 @pytest.mark.parametrize(("way", "settings"), WAYS, ids=IDS)
 def test_tiny_llama(
     make_tiny: MakeLLM,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +12,10 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
+from ramet.engine.adjust import Adjustment, TokenCounts, adjustment_of
 from ramet.engine.errors import BadLogits, StepFailed
 from ramet.engine.sampler import RowSampling, Sampled, sample, uniforms
+from ramet.engine.sampling_params import SamplingParams
 
 GREEDY = RowSampling(temperature=0.0, top_k=0, top_p=1.0, seed=0, position=0)
 PLAIN = RowSampling(temperature=1.0, top_k=0, top_p=1.0, seed=0, position=0)
@@ -63,6 +66,64 @@ def test_filtered_draws_follow_the_renormalised_softmax() -> None:
     assert _draws(logits, PLAIN._replace(top_k=2, top_p=0.7), 500).tolist() == [500, 0, 0, 0, 0]
 
 
+def test_min_p_keeps_what_is_likely_enough_after_temperature() -> None:
+    logits = torch.tensor([0.0, 1.0, 2.0, 3.0])  # relative to the likeliest: .050 .135 .368 1
+    for temperature, min_p, expected in [(1.0, 0.1, {1, 2, 3}), (1.0, 0.2, {2, 3}), (2.0, 0.2, {0, 1, 2, 3})]:
+        row = PLAIN._replace(temperature=temperature, min_p=min_p)
+        assert set(np.flatnonzero(_draws(logits, row, 500)).tolist()) == expected
+    assert set(np.flatnonzero(_draws(logits, PLAIN._replace(min_p=1.0), 100))) == {3}
+    kept = torch.tensor([-math.inf, 1.0, 2.0, 3.0]).softmax(-1)
+    assert abs(_chi_square(_draws(logits, PLAIN._replace(min_p=0.1), 5000), kept)) < 4
+
+
+def test_greedy_rows_follow_their_adjustment_and_report_the_raw_numbers() -> None:
+    logits = torch.tensor([[1.0, 4.0, 3.0, 2.0]] * 4)
+    asked: list[dict[str, Any]] = [
+        {"banned_token_ids": [1]},
+        {"logit_bias": {0: 50}},
+        {"allowed_token_ids": [0, 3]},
+        {},
+    ]
+    rows = [GREEDY._replace(adjustment=adjustment_of(SamplingParams(**a), None), logprobs=1) for a in asked]
+    out = sample(logits, rows)
+    assert out.token_ids == [2, 0, 3, 1]
+    raw = logits[0].log_softmax(-1)
+    assert out.logprobs == [float(raw[i]) for i in out.token_ids]
+    assert [top[0].token_id for top in out.top_logprobs if top is not None] == [1] * 4
+    assert [top[-1].token_id for top in out.top_logprobs if top is not None] == out.token_ids
+
+
+def test_a_row_that_forbids_everything_finite_is_named() -> None:
+    logits = torch.full((2, 4), -math.inf)
+    logits[:, 1] = 0.0
+    banned = GREEDY._replace(adjustment=adjustment_of(SamplingParams(banned_token_ids=[1]), None))
+    with pytest.raises(BadLogits) as caught:
+        sample(logits, [GREEDY, banned])
+    assert caught.value.rows == (1,)
+    logits[1, 2] = math.nan
+    hidden = GREEDY._replace(adjustment=adjustment_of(SamplingParams(banned_token_ids=[2]), None))
+    with pytest.raises(BadLogits):
+        sample(logits, [GREEDY, hidden])
+
+
+def test_named_tokens_and_entropy() -> None:
+    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(1)) * 3
+    logits[2] = -math.inf
+    logits[2, 5] = 1.0
+    rows = [
+        GREEDY._replace(named=(7, 3)),
+        PLAIN._replace(entropy=True),
+        GREEDY._replace(entropy=True, named=(5,)),
+    ]
+    out = sample(logits, rows)
+    raw = logits.log_softmax(-1)
+    assert out.named_logprobs[0] == [(7, float(raw[0, 7])), (3, float(raw[0, 3]))]
+    assert out.named_logprobs[1:] == [None, [(5, 0.0)]]
+    assert out.entropies[0] is None
+    assert out.entropies[1] == pytest.approx(float(-(raw[1].exp() * raw[1]).sum()), rel=1e-5)
+    assert out.entropies[2] == 0.0
+
+
 def _reference_set(logits: Tensor, row: RowSampling) -> set[int]:
     """The tokens that may come out, by a stable sort in float64, one row [V] at a time."""
     order = sorted(range(len(logits)), key=lambda i: (-float(logits[i]), i))
@@ -71,7 +132,12 @@ def _reference_set(logits: Tensor, row: RowSampling) -> set[int]:
     scaled = torch.stack([logits[i].double() for i in order]) / row.temperature
     mass = scaled.softmax(-1).cumsum(-1)
     count = int((mass < row.top_p).sum()) + 1 if row.top_p < 1 else len(order)
-    return set(order[:count])
+    weights = (scaled - scaled.max()).exp()
+    return {
+        token_id
+        for token_id, weight in zip(order[:count], weights, strict=False)
+        if weight >= row.min_p - 1e-6
+    }
 
 
 @settings(max_examples=60, deadline=None)
@@ -84,6 +150,7 @@ def test_filters_keep_the_reference_set(data: st.DataObject) -> None:
         top_k=data.draw(st.integers(-1, 22)),
         top_p=data.draw(st.sampled_from([0.05, 0.33, 0.61, 0.873, 0.9999, 1.0])),
         seed=data.draw(st.integers(0, 2**64 - 1)),
+        min_p=data.draw(st.sampled_from([0.0, 0.0, 0.2, 1.0])),
     )
     logits = torch.tensor(values, dtype=torch.float32)
     observed = _draws(logits, row, 300)
@@ -171,13 +238,39 @@ def _mixed_rows(count: int) -> list[RowSampling]:
             seed=random_.randrange(2**64),
             position=random_.randrange(1000),
             logprobs=random_.choice([None, 0, 3, 20]),
+            min_p=random_.choice([0.0, 0.0, 0.1, 1.0]),
+            adjustment=_any_adjustment(random_),
+            named=random_.choice([(), (), (3, 500, 1)]),
+            entropy=random_.random() < 0.5,
         )
         for _ in range(count)
     ]
 
 
+def _any_adjustment(random_: random.Random) -> Adjustment | None:
+    """Nothing, or a few of all things; tokens below 512."""
+
+    def some(count: int) -> list[int]:
+        return random_.sample(range(512), count)
+
+    if random_.random() < 0.4:
+        return None
+    counts = TokenCounts(some(50))
+    for token_id in some(20) * 2:
+        counts.add(token_id)
+    params = SamplingParams(
+        logit_bias={token_id: random_.uniform(-5, 5) for token_id in some(random_.choice([0, 9]))},
+        allowed_token_ids=random_.choice([None, None, some(200)]),
+        banned_token_ids=some(random_.choice([0, 30])),
+        repetition_penalty=random_.choice([1.0, 1.3, 0.7]),
+        presence_penalty=random_.choice([0.0, 1.0]),
+        frequency_penalty=random_.choice([0.0, -0.5]),
+    )
+    return adjustment_of(params, random_.choice([None, counts]))
+
+
 def _part(out: Sampled, index: int) -> tuple[object, ...]:
-    return out.token_ids[index], out.logprobs[index], out.top_logprobs[index]
+    return out.draws()[index]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -229,7 +322,7 @@ def test_bad_logits_name_their_rows() -> None:
 
 
 def test_no_rows() -> None:
-    assert sample(torch.empty(0, 8), []) == Sampled([], [], [])
+    assert sample(torch.empty(0, 8), []) == Sampled([], [], [], [], [])
 
 
 def test_uniforms_are_uniform_and_unrelated() -> None:

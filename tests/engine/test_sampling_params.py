@@ -11,20 +11,38 @@ import pytest
 from ramet.engine.errors import InvalidInput, RametError
 from ramet.engine.sampling_params import SamplingParams, derive_seed
 
+NAN, INF = float("nan"), float("inf")
+
 
 @pytest.mark.parametrize(
     ("field", "values"),
     [
         ("n", [0, -1, 129, 10**6, True, 1.0, "2", None]),
-        ("temperature", [-1, -1e-9, float("nan"), float("inf"), -float("inf"), "0.5", True, None]),
+        ("temperature", [-1, -1e-9, NAN, INF, -INF, "0.5", True, None]),
         ("top_k", [-2, 1.5, "1", True, None]),
-        ("top_p", [-0.1, 1.1, float("nan"), float("inf"), "0.5", True, None]),
+        ("top_p", [-0.1, 1.1, NAN, INF, "0.5", True, None]),
         ("seed", [2**64, -(2**63) - 1, 0.5, "7", True]),
         ("max_tokens", [0, -1, 1.5, True, "8"]),
         ("stop", ["", ["a", ""], ["a"] * 17, 7, [7], {"a"}, "\ud83d", b"a"]),
         ("stop_token_ids", [[-1], [True], [1.5], 7, "7", list(range(65))]),
         ("ignore_eos", [1, "true", None]),
+        ("echo", [1, "true", None]),
+        ("return_entropy", [0, "true", None]),
         ("logprobs", [-1, 21, True, 1.5]),
+        ("prompt_logprobs", [-1, 21, True, 1.5, "1"]),
+        ("min_p", [-0.1, 1.1, NAN, INF, 1e30, "0.5", True, None]),
+        ("repetition_penalty", [-1, 0, 1e-8, 1e30, NAN, INF, "0.5", True, None]),
+        ("presence_penalty", [-2.1, 2.1, 1e30, NAN, INF, -INF, "0.5", True, None]),
+        ("frequency_penalty", [-2.1, 2.1, 1e30, NAN, INF, -INF, "0.5", True, None]),
+        (
+            "logit_bias",
+            [{-1: 1}, {True: 1}, {"7": 1}, {1.5: 1}, {1: 101}, {1: NAN}, {1: True}, {1: "1"}, 7, [7]],
+        ),
+        ("logit_bias", [dict.fromkeys(range(1025), 0), "7", ((1, 2, 3),)]),
+        ("allowed_token_ids", [[], [-1], [True], [1.5], 7, "7", range(2**16 + 1)]),
+        ("banned_token_ids", [[-1], [True], [1.5], 7, "7", range(2**16 + 1)]),
+        ("logprob_token_ids", [[-1], [True], [1.5], 7, "7", range(129)]),
+        ("min_tokens", [-1, 65, True, 1.5, "1", None]),
     ],
 )
 def test_refused_values_name_the_field(field: str, values: list[Any]) -> None:
@@ -61,6 +79,14 @@ def test_accepted_extremes() -> None:
     SamplingParams(temperature=np.float32(0.5), top_k=np.int64(4), seed=np.uint64(7))  # type: ignore[arg-type]
 
 
+def test_what_contradicts_itself_is_refused() -> None:
+    with pytest.raises(InvalidInput, match=r"^allowed_token_ids must hold a token that is not banned$"):
+        SamplingParams(allowed_token_ids=[1, 2], banned_token_ids=[2, 1, 3])
+    with pytest.raises(InvalidInput, match=r"^min_tokens must be between 0 and 4, got 5$"):
+        SamplingParams(min_tokens=5, max_tokens=4)
+    SamplingParams(min_tokens=5, max_tokens=None)
+
+
 def test_temperature_beyond_a_float_is_refused() -> None:
     with pytest.raises(InvalidInput, match="temperature"):
         SamplingParams(temperature=10**400)
@@ -76,6 +102,11 @@ def test_stops_are_a_tuple_that_cannot_change() -> None:
     assert params.stop_token_ids == (1, 2)
     assert SamplingParams(stop="x").stops == ("x",)
     assert SamplingParams().stops == ()
+    biases = {3: 1.5, 1: -100}
+    params = dataclasses.replace(params, logit_bias=biases, allowed_token_ids=[3, 1, 3], banned_token_ids=[1])
+    biases[2] = float("nan")
+    assert params.biases == ((1, -100.0), (3, 1.5))
+    assert params.allowed_token_ids == (3, 1)
     hash(params)
     assert dataclasses.replace(params, n=2).stops == ("a", "b")
 

@@ -6,6 +6,7 @@ exactly its own past through its block table, and a full recount must agree with
 
 from __future__ import annotations
 
+from math import isnan
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from ramet.radix.accounting import check, depth_first, num_sharers, page_stats
 from ramet.radix.cursor import Cursor, State
 from ramet.radix.lfu import LFU
 from ramet.radix.prefix_cache import OutOfBlocks, PrefixCache, Reservation
+from ramet.radix.sidecar import known_logprobs, write_logprobs
 from ramet.radix.tokens import pack, unpack
 from ramet.radix.tree import Node
 
@@ -232,6 +234,26 @@ class Branches(RuleBasedStateMachine):
             done = self.reserve([(cursor, past[cursor.length :])])
             assert done or not careful
 
+    @rule(pick=PICK, at=PICK, count=st.integers(1, 40), skip=st.integers(0, 3))
+    def learn(self, pick: int, at: int, count: int, skip: int) -> None:
+        """Write the log-probabilities of a part of a branch, with a gap in it."""
+        cursor = self.pick(pick, State.LIVE)
+        if cursor is None or not cursor.length:
+            return
+        past = self.past[cursor]
+        at %= len(past)
+        said = [logprob_of(tuple(past[: at + i + 1])) for i in range(min(count, len(past) - at))]
+        for gap in range(1, min(skip + 1, len(said))):
+            said[gap] = float("nan")
+        before = known_logprobs(cursor)
+        write_logprobs(cursor, at, said)
+        after = known_logprobs(cursor)
+        full = cursor.node.end  # what lies in the open block is not kept
+        for position in range(len(past)):
+            new = not isnan(said[position - at]) if at <= position < at + len(said) else False
+            known = not isnan(before[position]) or (new and position < full)
+            assert known == (not isnan(after[position]))
+
     @rule(count=st.integers(1, 40))
     def evict(self, count: int) -> None:
         evictable, free = self.cache.num_evictable, self.cache.pool.num_free
@@ -256,6 +278,17 @@ class Branches(RuleBasedStateMachine):
                     block = row[position // self.block_size]
                     slot = (self.space[cursor], tuple(past[: position + 1]))
                     assert self.device[block][position % self.block_size] == slot
+
+    @invariant()
+    def what_is_known_of_a_token_is_a_function_of_its_prefix(self) -> None:
+        roots = self.cache.tree.roots.values() if hasattr(self, "cache") else ()
+        stack: list[tuple[Node, list[int]]] = [(root, []) for root in roots]
+        while stack:
+            node, above = stack.pop()
+            path = above + unpack(node.key)
+            stack += [(child, path) for child in node.children.values()]
+            for index, logprob in enumerate(node.logprobs or (), len(above)):
+                assert isnan(logprob) or logprob == logprob_of(tuple(path[: index + 1]))
 
     @invariant()
     def derived_numbers_agree(self) -> None:
@@ -295,6 +328,11 @@ def _slots(cursor: Cursor, block_size: int) -> list[tuple[int, int]]:
     """The (block, slot) of each token of a branch."""
     row = cursor.block_ids()
     return [(row[p // block_size], p % block_size) for p in range(cursor.length)]
+
+
+def logprob_of(prefix: tuple[int, ...]) -> float:
+    """Something that depends on the whole prefix and that 32 bits hold exactly."""
+    return -float(hash(prefix) % 99991)
 
 
 def _runs(nodes: list[Node]) -> list[Node]:
