@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ramet.api.plan import plan
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -28,6 +30,8 @@ class Bench(StrEnum):
     radix = "radix"
     attention = "attention"
     memory = "memory"
+    cpu = "cpu"
+    throughput = "throughput"
 
 
 Model = Annotated[
@@ -241,6 +245,9 @@ def chat(
     view.run(llm, params, system, out, err)
 
 
+app.command()(plan)
+
+
 @app.command()
 def bench(
     name: Annotated[Bench, typer.Argument(help="What to measure.")],
@@ -254,6 +261,8 @@ def bench(
     radix      forks, matches and evictions of the tree of blocks, beside what others do
     attention  shared pages read once, beside each row reading its own
     memory     waste and residents of paging, beside contiguous memory
+    cpu        nine workloads on this CPU, beside transformers and llama.cpp; 15 minutes
+    throughput tokens a second at one latency, paged and reserved; some minutes
 
     A bench that ran exits with 0, whatever it found: the targets say whether the numbers are good.
 
@@ -287,3 +296,11 @@ def _measure(name: Bench, device: str, plot: Path | None) -> Report:
             from ramet.api import bench_memory
 
             return bench_memory.run(plot=plot)
+        case Bench.cpu:
+            from ramet.api import bench_cpu
+
+            return bench_cpu.run()
+        case Bench.throughput:
+            from ramet.api import bench_throughput
+
+            return bench_throughput.run()

@@ -13,6 +13,7 @@ from collections.abc import Hashable
 
 from sortedcontainers import SortedKeyList
 
+from ramet.engine.admission import Gate
 from ramet.engine.errors import OutOfCapacity
 from ramet.engine.preemption import choose_victim
 from ramet.engine.sequence import Sequence
@@ -66,6 +67,7 @@ class Scheduler:
         self.idle: dict[Sequence, None] = {}  # live branches that nobody runs, least recently used first
         self.refused: list[tuple[Sequence, OutOfCapacity]] = []  # can never fit; the engine tells them
         self.complete: list[Sequence] = []  # had nothing to compute: all of it was cached
+        self.gate: Gate | None = None  # a benchmark's: who may start, beside what the pages say
         self.num_cached_tokens = 0  # of prompts, at their first admission
         self.num_preemptions = 0
         self.num_parked_idle = 0
@@ -173,6 +175,8 @@ class Scheduler:
                 return
             if sequence.is_held:
                 continue
+            if self.gate is not None and not self.gate(sequence, self.running):
+                return
             claim = self._next_block(sequence)
             if claim is not None and claim in claims:
                 continue  # a sibling computes it; then it is a hit

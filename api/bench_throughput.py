@@ -1,0 +1,126 @@
+"""`ramet bench throughput`: what paging is worth in tokens a second, at the same latency.
+
+The same requests on the same engine and the same small pool, admitted in four ways. For each way the request
+rate is searched at which the mean latency for each output token is the same; there, the throughputs compare.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from rich.table import Table
+
+from ramet.api.bench import Report
+from ramet.api.throughput_sim import MAX_LEN, Served, Step, serve, timed, trace
+from ramet.engine.admission import Reserve
+from ramet.engine.llm import LLM
+
+RESERVES: tuple[Reserve, ...] = ("max", "pow2", "exact", "paged")
+# As in the paper, 7 requests of the longest length fit: 15.7K slots for 2,048 tokens each, all of it over 8.
+NUM_BLOCKS, BLOCK_SIZE = 123, 16
+_SLOWER = 4.0  # the latency at which all are compared, over that of requests that come one by one
+
+
+@dataclass(frozen=True)
+class Settings:
+    num_requests: int = 160  # enough that the pool is full for most of a trace
+    reserves: tuple[Reserve, ...] = RESERVES
+    num_searched: int = 4  # rates that are tried for each way, after its capacity is known
+    time_s: float = 13 * 60.0
+
+
+@dataclass
+class Measured:
+    target: float = 0.0  # seconds for each output token
+    alone: float = 0.0
+    served: dict[Reserve, list[Served]] = field(default_factory=dict)
+
+    def at_target(self, reserve: Reserve) -> tuple[float, float]:
+        """(rate, tokens a second) at the target latency, between the nearest two measured rates."""
+        runs = sorted(self.served[reserve], key=lambda one: one.rate)
+        below = [one for one in runs if one.latency <= self.target]
+        above = [one for one in runs if one.latency > self.target]
+        if not below or not above:
+            nearest = below[-1] if below else above[0]
+            return nearest.rate, nearest.tokens_per_s
+        low, high = below[-1], next((one for one in above if one.rate > below[-1].rate), above[-1])
+        span = math.log(high.latency) - math.log(low.latency)
+        part = (math.log(self.target) - math.log(low.latency)) / span
+        rate = low.rate + part * (high.rate - low.rate)
+        return rate, low.tokens_per_s + part * (high.tokens_per_s - low.tokens_per_s)
+
+
+def run(settings: Settings | None = None) -> Report:
+    """Measure on the embedded model and report."""
+    llm = LLM("smollm2", num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_model_len=MAX_LEN)
+    return report_of(measure(llm, timed(llm), settings or Settings()))
+
+
+def measure(llm: LLM, step: Step, settings: Settings) -> Measured:
+    """`step` runs the engine's step and says how long it took: tests give a model of the cost instead."""
+    start = time.monotonic()
+    measured = Measured()
+    arrivals = trace(settings.num_requests, 1, llm.engine.vocab_size)
+    serve(llm, arrivals[:3], "paged", 1.0, step)  # the first steps are slow
+    measured.alone = serve(llm, arrivals[:8], "paged", 1e-6, step).latency
+    measured.target = _SLOWER * measured.alone
+    _say(f"one by one {measured.alone * 1e3:.0f} ms a token; compared at {measured.target * 1e3:.0f} ms")
+    for reserve in settings.reserves:
+        at_once = serve(llm, arrivals, reserve, 1e9, step)
+        capacity = at_once.tokens_per_s * len(arrivals) / sum(a.num_output for a in arrivals)
+        measured.served[reserve] = []
+
+        def try_rate(rate: float, reserve: Reserve = reserve) -> bool:
+            found = serve(llm, arrivals, reserve, rate, step)
+            measured.served[reserve].append(found)
+            _say(f"{reserve}: {rate:.2f} requests/s, {found.latency * 1e3:.0f} ms a token")
+            return found.latency <= measured.target
+
+        _search(try_rate, 0.4 * capacity, 2.5 * capacity, settings, start)
+    return measured
+
+
+def _search(
+    try_rate: Callable[[float], bool], low: float, high: float, settings: Settings, start: float
+) -> None:
+    """Bisection on the logarithm of the rate; at least one rate, and no more than the time allows."""
+    for turn in range(settings.num_searched):
+        if turn and time.monotonic() - start > settings.time_s:
+            return
+        middle = math.sqrt(low * high)
+        if try_rate(middle):
+            low = middle
+        else:
+            high = middle
+
+
+def report_of(measured: Measured) -> Report:
+    report = Report("throughput")
+    report.metrics["alone_ms_per_token"] = measured.alone * 1e3
+    report.metrics["compared_at_ms_per_token"] = measured.target * 1e3
+    table = Table(title=f"At {measured.target * 1e3:.0f} ms for each output token", title_justify="left")
+    table.add_column("reserved")
+    for column in ("requests/s", "tokens/s", "running", "preemptions"):
+        table.add_column(column, justify="right")
+    for reserve in measured.served:
+        rate, tokens = measured.at_target(reserve)
+        report.metrics[f"{reserve}_requests_per_s"] = rate
+        report.metrics[f"{reserve}_tokens_per_s"] = tokens
+        nearest = min(measured.served[reserve], key=lambda one: abs(one.rate - rate))
+        report.metrics[f"{reserve}_mean_running"] = nearest.mean_running
+        numbers = (f"{rate:.2f}", f"{tokens:.1f}", f"{nearest.mean_running:.1f}")
+        table.add_row(reserve, *numbers, str(nearest.num_preemptions))
+    for reserve in [one for one in measured.served if one != "paged"]:
+        ratio = report.metrics["paged_tokens_per_s"] / report.metrics[f"{reserve}_tokens_per_s"]
+        report.metrics[f"paged_over_{reserve}"] = ratio
+    report.tables.append(table)
+    report.target("paged_over_max", ">=", 2.0)
+    return report
+
+
+def _say(line: str) -> None:
+    print(f"bench throughput: {line}", file=sys.stderr, flush=True)
