@@ -56,8 +56,11 @@ def write_logprobs(cursor: Cursor, start: int, logprobs: Sequence[float]) -> Non
 
 
 def _fill(node: Node, at: int, logprobs: Sequence[float]) -> None:
-    mine = unknown(_num_tokens(node)) if node.logprobs is None else node.logprobs
-    node.logprobs = mine
+    mine = node.logprobs
+    if mine is None:
+        node.logprobs = mine = unknown(_num_tokens(node))
+        mine[at : at + len(logprobs)] = array("f", logprobs)
+        return
     for index, logprob in enumerate(logprobs, at):
         if isnan(mine[index]):
             mine[index] = logprob
