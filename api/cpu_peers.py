@@ -81,7 +81,7 @@ class GenerateBatch:
         calls = list(workload)
         # It returns only the first of several samples, so each sample is a request.
         prompts = [resolve(call, {}).prompt for call in calls for _ in range(call.n)]
-        generation = GenerationConfig(
+        generation = GenerationConfig(  # type: ignore[no-untyped-call]
             max_new_tokens=calls[0].max_tokens, do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0
         )
         batching: Any = ContinuousBatchingConfig()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 
@@ -55,7 +56,7 @@ def _make_engine(name: str, threads: int) -> Any:
         return Ramet()
     from ramet.api.cpu_peers import Generate, GenerateBatch
 
-    made = {
+    made: dict[str, Callable[[], Any]] = {
         "generate bf16": lambda: Generate(torch.bfloat16),
         "generate fp32": lambda: Generate(torch.float32),
         "generate_batch": lambda: GenerateBatch(torch.float32),

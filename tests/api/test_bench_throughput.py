@@ -33,7 +33,8 @@ def costing(llm: LLM, base: float, a_token: float) -> Step:
 def test_one_request_takes_a_step_for_each_token() -> None:
     llm = scripted()
     found = serve(llm, [Arrival(0.0, [1] * 20, 10)], "paged", 1.0, costing(llm, 1.0, 0.0))
-    assert (found.latency, found.tokens_per_s, found.mean_running) == (1.0, 1.0, pytest.approx(0.9))
+    assert (found.latency, found.tokens_per_s) == (1.0, 1.0)
+    assert found.mean_running == pytest.approx(0.9), "after the last step nothing runs"
 
 
 @pytest.mark.parametrize(("reserve", "steps"), [("max", 20), ("pow2", 10), ("exact", 10), ("paged", 10)])
