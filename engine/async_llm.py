@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence as Seq
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence as Seq
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, TypeAlias, TypeVar
@@ -124,7 +124,7 @@ class AsyncLLM:
         *,
         max_unread: int = 256,
         **settings: Any,
-    ) -> AsyncIterator[Delta]:
+    ) -> AsyncGenerator[Delta]:
         """See LLM.stream. While `max_unread` tokens were not read yet the generation rests.
 
         What came since the last read is one Delta a choice, so a slow reader costs no memory.

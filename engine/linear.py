@@ -23,8 +23,8 @@ class Linear:
 
     In fp32 the weight lies as [I, O]. In bfloat16 on a CPU, oneDNN would reorder a plain weight at each call,
     so it is stored in its order. A CPU with AVX512-BF16 but without AMX multiplies few rows faster in
-    bfloat16, for these wait for memory, and many rows faster in fp32: from `wide_from` rows on an fp32 copy is
-    used, which takes two more bytes for each one of the weight's. It is made when it is first needed.
+    bfloat16, for these wait for memory, and many rows faster in fp32: from `wide_from` rows on an fp32 copy
+    is used, which takes two more bytes for each one of the weight's. It is made when it is first needed.
     """
 
     def __init__(
