@@ -10,8 +10,9 @@ from dataclasses import replace
 from rich.console import Console
 from rich.text import Text
 
+from ramet.engine.branch import Branch
 from ramet.engine.errors import InvalidInput, RametError
-from ramet.engine.llm import LLM, Branch
+from ramet.engine.llm import LLM
 from ramet.engine.sampling_params import SamplingParams
 from ramet.engine.tokenizer import IncrementalDetokenizer, Tokenizer
 

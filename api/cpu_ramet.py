@@ -8,7 +8,8 @@ import torch
 
 from ramet.api.cpu_result import Result, check_lengths
 from ramet.api.workloads import BEAM, Call, Samples, Workload, resolve
-from ramet.engine.llm import LLM, Branch
+from ramet.engine.branch import Branch
+from ramet.engine.llm import LLM
 from ramet.engine.sampler import TokenLogprob
 from ramet.engine.sampling_params import SamplingParams
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from ramet.api.puzzle import TARGET, Move, Table, check, moves, table_of, values
-from ramet.engine.llm import LLM, Branch
+from ramet.engine.branch import Branch
+from ramet.engine.llm import LLM
 
 PROMPT = """Make 24 with + - * / and each number once.
 

@@ -11,16 +11,19 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence as Seq
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
+from ramet.engine.arguments import Prompt
+from ramet.engine.branch import Branch
 from ramet.engine.engine import Stats
 from ramet.engine.errors import InvalidInput, RametError
-from ramet.engine.llm import LLM, Branch, Operation, Prompt, StreamReader
+from ramet.engine.llm import LLM
+from ramet.engine.operation import Operation, T
 from ramet.engine.outputs import Choice, Delta, Output, Score
 from ramet.engine.runs import Run
 from ramet.engine.sampling_params import SamplingParams
+from ramet.engine.stream_reader import StreamReader
 
-T = TypeVar("T")
 # What the thread is to do between two steps, and who is told if it never will.
 Command: TypeAlias = tuple[Callable[[], None], "Future[Any] | None"]
 

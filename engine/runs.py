@@ -12,7 +12,7 @@ from ramet.engine.adjust import TokenCounts, adjustment_of
 from ramet.engine.errors import BranchReleased
 from ramet.engine.outputs import Choice, FinishReason, Score
 from ramet.engine.prompt_scores import PromptScores
-from ramet.engine.sampler import Draw, RowSampling
+from ramet.engine.sampler import Draw, RowSampling, TokenLogprob
 from ramet.engine.sampling_params import SamplingParams
 from ramet.engine.sequence import Sequence
 from ramet.engine.tokenizer import IncrementalDetokenizer, StopChecker, Tokenizer
@@ -32,6 +32,11 @@ class Run:
     def num_tokens_left(self) -> int:
         """How many tokens the run may still add to its sequence."""
         return 0
+
+    @property
+    def prompt_logprobs(self) -> list[list[TokenLogprob] | None] | None:
+        """The prompt's log-probabilities, if they were asked for; the first token has none."""
+        return None if self.prompt_scores is None else self.prompt_scores.entries
 
     def start(self, sequence: Sequence) -> None:
         """The sequence is submitted with this run."""

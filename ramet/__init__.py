@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ramet.engine.async_llm import AsyncBranch as AsyncBranch, AsyncLLM as AsyncLLM
+    from ramet.engine.branch import Branch as Branch
     from ramet.engine.errors import (
         BranchReleased as BranchReleased,
         InvalidInput as InvalidInput,
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
         StepFailed as StepFailed,
         UnsupportedModel as UnsupportedModel,
     )
-    from ramet.engine.llm import LLM as LLM, Branch as Branch
+    from ramet.engine.llm import LLM as LLM
     from ramet.engine.outputs import Choice as Choice, Delta as Delta, Output as Output, Score as Score
     from ramet.engine.sampling_params import SamplingParams as SamplingParams
 
@@ -28,7 +29,7 @@ __version__ = "0.1.0"
 _ERRORS = "ramet.engine.errors"
 _HOME_OF = {
     "LLM": "ramet.engine.llm",
-    "Branch": "ramet.engine.llm",
+    "Branch": "ramet.engine.branch",
     "AsyncLLM": "ramet.engine.async_llm",
     "AsyncBranch": "ramet.engine.async_llm",
     "Choice": "ramet.engine.outputs",

@@ -1,0 +1,61 @@
+"""What callers hand to the verbs, checked and brought into one form. Errors name the argument."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any, TypeAlias
+
+from ramet.engine.errors import InvalidInput
+from ramet.engine.sampling_params import SamplingParams
+
+Prompt: TypeAlias = str | Seq[int]
+
+
+def params_of(params: SamplingParams | None, settings: dict[str, Any]) -> SamplingParams:
+    check_either(params, settings)
+    try:
+        return SamplingParams(**settings) if params is None else params
+    except TypeError:
+        known = SamplingParams.__dataclass_fields__
+        unknown = sorted(set(settings) - set(known))
+        raise InvalidInput(", ".join(unknown), f"is no setting; there are {', '.join(known)}") from None
+
+
+def check_either(params: object, settings: dict[str, Any]) -> None:
+    if params is not None and settings:
+        raise InvalidInput("params", f"cannot be given together with {', '.join(sorted(settings))}")
+
+
+def params_of_each(
+    params: SamplingParams | Seq[SamplingParams] | None, settings: dict[str, Any], count: int
+) -> list[SamplingParams]:
+    """The settings of each of `count` prompts or branches."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params_of(params, settings)] * count
+    if settings or len(params) != count:
+        raise InvalidInput("params", f"must be one for all or {count}, and without settings beside them")
+    return list(params)
+
+
+def check_int32(field: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not -(2**31) <= value < 2**31:
+        raise InvalidInput(field, "must be a whole number of 32 bits", value)
+
+
+def fields_of(params: SamplingParams) -> dict[str, Any]:
+    return {name: getattr(params, name) for name in SamplingParams.__dataclass_fields__}
+
+
+def prompts_of(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
+    """One prompt, or several, as a list: a list of numbers is one prompt of token ids."""
+    if isinstance(prompts, str):
+        return [prompts]
+    many = list(prompts)
+    if many and not all(isinstance(one, (str, Seq)) for one in many):
+        return [many]  # type: ignore[list-item]
+    return many  # type: ignore[return-value]
+
+
+def check_count(field: str, n: object) -> None:
+    if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= 1 << 16:
+        raise InvalidInput(field, f"must be between 1 and {1 << 16}", n)

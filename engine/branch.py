@@ -1,0 +1,280 @@
+"""A branch as Python users hold it: the verbs of the tree."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Any
+
+from ramet.engine.arguments import Prompt, check_count, fields_of, params_of
+from ramet.engine.errors import BranchReleased, InvalidInput
+from ramet.engine.operation import Operation
+from ramet.engine.outputs import Choice, Score
+from ramet.engine.runs import FanOut, Generation, HeadScoring
+from ramet.engine.sampling_params import SamplingParams
+from ramet.engine.sequence import Sequence
+from ramet.engine.tokenizer import validate_token_ids
+from ramet.radix.cursor import BlockTable
+
+if TYPE_CHECKING:
+    from ramet.engine.llm import LLM
+
+
+class Branch:
+    """One branch of a tree: a past that it shares with its relatives, and a future of its own.
+
+    Made by `LLM.branch`, `fork` and `expand`. A branch that runs out of pages keeps its tokens and computes
+    them again when it is used. As a context manager it is pruned at the end.
+    """
+
+    def __init__(self, llm: LLM, sequence: Sequence, parent: Branch | None) -> None:
+        self.llm = llm
+        self.parent = parent
+        self._children: dict[Branch, None] = {}
+        self.output: Choice | None = None  # what the last generate, expand or step gave
+        self._sequence = sequence
+        self._released = False
+        if parent is not None:
+            parent._children[self] = None
+
+    def __del__(self) -> None:
+        # A handle that was forgotten may go at any moment, also in the middle of a step.
+        if not self._released:
+            self.llm.engine.forgotten.append(self._sequence)
+
+    def __enter__(self) -> Branch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.prune()
+
+    def __repr__(self) -> str:
+        state = "released" if self._released else "live" if self._sequence.is_live else "parked"
+        return f"<Branch {self.id}: {len(self._sequence.token_ids)} tokens, {state}>"
+
+    # -- looking -------------------------------------------------------------------------------------
+
+    @property
+    def id(self) -> int:
+        return self._sequence.id
+
+    @property
+    def children(self) -> list[Branch]:
+        """The branches forked from this one that were not released, or have such children themselves."""
+        return list(self._children)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """A copy of all tokens, prompt and generated."""
+        return list(self._sequence.token_ids)
+
+    def __len__(self) -> int:
+        return len(self._sequence.token_ids)
+
+    @property
+    def text(self) -> str:
+        """The decoded tokens, without control tokens."""
+        return self.llm._tokenizer("text").decode(self._sequence.token_ids)
+
+    @property
+    def released(self) -> bool:
+        return self._released
+
+    @property
+    def block_table(self) -> BlockTable:
+        """(block ids, slots filled in the last block) of the tokens that have KV now."""
+        self._check_live()
+        return self._sequence.live_cursor.block_table if self._sequence.is_live else BlockTable([], 0)
+
+    # -- the verbs -----------------------------------------------------------------------------------
+
+    def fork(self, n: int = 1, *, at: int | None = None) -> list[Branch]:
+        """`n` branches with the same past, or with its first `at` tokens. Copies nothing until they part.
+
+        All or nothing: raises InvalidInput before the first is made.
+        """
+        self._check_live()
+        check_count("n", n)
+        position = self._position("at", len(self) if at is None else at, 1)
+        return [
+            Branch(self.llm, self.llm.engine.fork(self._sequence, position, keep=True), self)
+            for _ in range(n)
+        ]
+
+    def extend(self, text: Prompt) -> None:
+        """Append a text or token ids, a tool's result say. They are computed with the next run.
+
+        Control tokens in a text stay text: pass ids to append real ones.
+        Raises InvalidInput or OutOfCapacity.
+        """
+        self._check_unused()
+        if isinstance(text, str):
+            new = self.llm._tokenizer("text").encode(text, add_special_tokens=False, control_tokens=False)
+        else:
+            new = validate_token_ids(text, self.llm.engine.vocab_size, "text")
+        self.llm.engine.check_length(len(self) + len(new))
+        self._sequence.token_ids += new
+
+    def generate(self, params: SamplingParams | None = None, **settings: Any) -> Choice:
+        """Continue this branch; the tokens are appended to it. `settings` are fields of SamplingParams.
+
+        Raises as `LLM.step` does.
+        """
+        return self.llm._drive(self._generating(params, settings))
+
+    def _generating(self, params: SamplingParams | None, settings: dict[str, Any]) -> Operation[Choice]:
+        self._check_unused()
+        return (yield from self.llm._continuing([self], [params_of(params, settings)]))[0]
+
+    def expand(
+        self,
+        n: int | None = None,
+        *,
+        params: Seq[SamplingParams] | SamplingParams | None = None,
+        **settings: Any,
+    ) -> list[Branch]:
+        """`n` new children that each generate, in one batch; `params` may give each its own settings.
+
+        What the branch still has to compute is computed once, for all of them. The children's choices are
+        their `output`. Raises as `LLM.step` does, and then leaves no child.
+        """
+        return self.llm._drive(self._expanding(n, params, settings))
+
+    def _expanding(
+        self, n: int | None, params: Seq[SamplingParams] | SamplingParams | None, settings: dict[str, Any]
+    ) -> Operation[list[Branch]]:
+        self._check_unused()
+        generations = self._child_generations(n, params, settings)
+        run = FanOut(generations, keep=True)
+        engine = self.llm.engine
+        try:
+            engine.submit(self._sequence, run)
+            yield [run, *generations]
+            if not run.children:
+                raise BranchReleased(self.id)  # by a listener
+        except BaseException:
+            engine.abort(self._sequence)
+            for sequence in run.children:
+                engine.release(sequence, prune=True)
+            raise
+        children = []
+        for sequence, generation in zip(run.children, generations, strict=True):
+            child = Branch(self.llm, sequence, self)
+            child.output = generation.choice
+            children.append(child)
+        return children
+
+    def _child_generations(
+        self, n: int | None, params: Seq[SamplingParams] | SamplingParams | None, settings: dict[str, Any]
+    ) -> list[Generation]:
+        engine = self.llm.engine
+        if params is None or isinstance(params, SamplingParams):
+            if n is not None:
+                check_count("n", n)
+            each = params_of(params, settings)
+            if n is not None:
+                each = SamplingParams(**{**fields_of(each), "n": n})
+            self.llm._check_params(each, of_branch=True)
+            return engine.generations(self._sequence, each)
+        if settings or (n is not None and n != len(params)):
+            raise InvalidInput("params", "give each child its own settings, and so decide how many there are")
+        generations = []
+        for index, own in enumerate(params):
+            self.llm._check_params(own, of_branch=True)
+            if own.n != 1:
+                raise InvalidInput("n", "must be 1 in each child's params", own.n)
+            generation = engine.generations(self._sequence, own)[0]
+            generation.choice.index = index
+            generations.append(generation)
+        if not generations:
+            raise InvalidInput("params", "must name at least one child")
+        return generations
+
+    def score(self, candidates: Seq[Prompt]) -> list[Score]:
+        """The log-probabilities of candidate continuations, in one batch; the branch does not change.
+
+        The branch's own tokens are not computed again. Raises InvalidInput or OutOfCapacity; StepFailed if
+        the model failed.
+        """
+        return self.llm._drive(self._scoring(candidates))
+
+    def _scoring(self, candidates: Seq[Prompt]) -> Operation[list[Score]]:
+        self._check_unused()
+        if isinstance(candidates, str):
+            raise InvalidInput("candidates", "must be a list of texts or token ids", candidates)
+        many = [self.llm.encode(c, "candidates", add_special_tokens=False) for c in candidates]
+        engine = self.llm.engine
+        for token_ids in many:
+            engine.check_length(len(self) + len(token_ids) - 1)
+        if not many:
+            return []
+        run = HeadScoring(many)
+        try:
+            engine.submit(self._sequence, run)
+            yield [run]
+            yield [rest for rest in run.rests if rest is not None]
+        finally:
+            engine.abort(self._sequence)
+            for sequence in run.children:
+                engine.release(sequence, prune=True)
+        return run.scores()
+
+    def truncate(self, position: int) -> None:
+        """Forget all but the first `position` tokens, at least one. Children keep what they share."""
+        self._check_unused()
+        self._sequence.truncate(self._position("position", position, 1))
+        self.output = None
+
+    def release(self) -> None:
+        """Let go of the branch. Its pages stay cached until they are needed. Idempotent."""
+        self._let_go(prune=False)
+
+    def prune(self) -> int:
+        """Release this branch and all its descendants and free at once what nobody else uses.
+
+        Returns the number of blocks freed. Idempotent.
+        """
+        family = [self]
+        for branch in family:  # grows as it goes: parents before children
+            family.extend(branch._children)
+        return sum(branch._let_go(prune=True) for branch in reversed(family))
+
+    def _let_go(self, *, prune: bool) -> int:
+        freed = 0
+        if not self._released:
+            self._released = True
+            freed = self.llm.engine.release(self._sequence, prune=prune)
+        branch: Branch | None = self
+        while branch is not None and branch._released and not branch._children:
+            if branch.parent is not None:
+                branch.parent._children.pop(branch, None)
+            branch = branch.parent
+        return freed
+
+    def promote(self) -> int:
+        """Keep this branch and prune its siblings; returns the blocks freed."""
+        self._check_live()
+        if self.parent is None:
+            return 0
+        return sum(sibling.prune() for sibling in self.parent.children if sibling is not self)
+
+    # -- checks --------------------------------------------------------------------------------------
+
+    def _check_live(self) -> None:
+        if self._released:
+            raise BranchReleased(self.id)
+
+    def _check_unused(self) -> None:
+        """While a branch runs, listeners may look at it, fork it and release it, but not change it."""
+        self._check_live()
+        if self._sequence.run is not None:
+            raise InvalidInput("branch", "is in use: wait until what runs on it has ended")
+
+    def _position(self, field: str, value: object, least: int) -> int:
+        try:
+            position = operator.index(value)  # type: ignore[arg-type]
+        except TypeError:
+            raise InvalidInput(field, "must be a whole number", value) from None
+        if isinstance(value, bool) or not least <= position <= len(self):
+            raise InvalidInput(field, f"must be between {least} and {len(self)}, the branch's length", value)
+        return position
