@@ -48,10 +48,18 @@ def read_gguf_model(path: Path, dtype: torch.dtype, max_model_len: int | None = 
 
 
 def read_gguf_tokenizer(path: Path, config: Any) -> Any:
-    """The file's tokenizer, with its chat template; ``config`` is the file's own configuration."""
+    """The file's tokenizer, with its chat template; ``config`` is the file's own configuration.
+
+    Raises UnsupportedModel where transformers cannot make one of it.
+    """
     from transformers import AutoTokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # The tokenizers package raises nothing more precise.
+        raise UnsupportedModel(str(path), f"transformers cannot read its tokenizer ({error})") from error
     # Some versions of transformers read these from the file for the configuration only, and guess here.
     for name in ("bos_token", "eos_token", "pad_token"):
         token_id = getattr(config, f"{name}_id", None)

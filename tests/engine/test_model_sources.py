@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,15 @@ from ramet.engine.errors import ModelNotFound, UnsupportedModel
 from ramet.engine.model_runner import ModelRunner
 from ramet.engine.tiny_model import tiny_llama
 
-WORDS = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "He"]
+WORDS = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "He", "ll"]
 END = "<|end|>"
 PROMPT = "Hello there, wörld"
 SIZES = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "vocab_size": len(WORDS) + 1}
 
 
 def make_tokenizer() -> Any:
-    """Bytes as tokens, one pair of them, and one end token."""
-    words = Tokenizer(models.BPE({word: i for i, word in enumerate(WORDS)}, [("H", "e")]))
+    """Bytes as tokens, two pairs of them, and one end token."""
+    words = Tokenizer(models.BPE({word: i for i, word in enumerate(WORDS)}, [("H", "e"), ("l", "l")]))
     words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     words.decoder = decoders.ByteLevel()
     fast: Any = transformers.PreTrainedTokenizerFast
@@ -134,7 +133,9 @@ def _gguf_tensor(name: str, weight: Tensor, config: Any) -> tuple[str, Tensor]:
     return f"{layer}{_NAMES[kind]}.weight", weight
 
 
-def write_gguf(path: Path, kind: gguf.GGMLQuantizationType, architecture: str = "llama") -> None:
+def write_gguf(
+    path: Path, kind: gguf.GGMLQuantizationType, architecture: str = "llama", merge: str = "H e"
+) -> None:
     """The tiny model as a .gguf file whose matrices are stored in this way."""
     model = tiny_llama(**SIZES)
     config = model.config
@@ -152,7 +153,8 @@ def write_gguf(path: Path, kind: gguf.GGMLQuantizationType, architecture: str = 
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list([*WORDS, END])
     writer.add_token_types([1] * len(WORDS) + [3])
-    writer.add_token_merges(["H e"])
+    writer.add_token_merges([merge, "l l"])
+    writer.add_bos_token_id(len(WORDS))  # the oldest transformers wants one
     writer.add_eos_token_id(len(WORDS))
     for name, parameter in model.named_parameters():
         key, weight = _gguf_tensor(name, parameter.detach(), config)
@@ -192,10 +194,15 @@ def test_a_gguf_file_of_another_architecture(tmp_path: Path) -> None:
         LLM(tmp_path / "tiny.gguf")
 
 
+def test_a_gguf_file_whose_tokenizer_is_broken(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf", gguf.GGMLQuantizationType.F32, merge="x y")
+    with pytest.raises(UnsupportedModel, match="cannot read its tokenizer"):
+        LLM(tmp_path / "tiny.gguf")
+
+
 def test_a_gguf_file_that_is_cut_short(tmp_path: Path) -> None:
     write_gguf(tmp_path / "whole.gguf", gguf.GGMLQuantizationType.F32)
     content = (tmp_path / "whole.gguf").read_bytes()
     (tmp_path / "cut.gguf").write_bytes(content[: len(content) // 2])
     with pytest.raises(UnsupportedModel):
         LLM(tmp_path / "cut.gguf")
-    shutil.rmtree(tmp_path)
