@@ -19,7 +19,7 @@ class EngineProcess:
         self.skipped: str | None = None
         self.facts: dict[str, Any] = {}
         # Threads that wait must not spin: this machine may have no core to spare.
-        settings = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+        settings = {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": "10000"}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "ramet.api.cpu_worker", name, str(threads)],
             stdin=subprocess.PIPE,
