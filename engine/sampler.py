@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ramet.engine.adjust import Adjustment, adjusted
@@ -23,6 +24,7 @@ from ramet.engine.errors import BadLogits
 # Below these a draw could not tell the likeliest token from certainty, and exp() would only see 0 and 1.
 _GREEDY_TEMPERATURE = 1e-5
 _GREEDY_TOP_P = 1e-7
+_RUN = 256  # tokens that are accumulated one by one
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -142,7 +144,8 @@ def _mix64(x: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> np.ndarray[tuple[i
 def _draw(logits: Tensor, rows: Sequence[RowSampling]) -> Tensor:
     """Token ids [F] for the rows that are drawn at random; logits [F, V] fp32.
 
-    The inverse of the cumulative distribution, in the order of the vocabulary.
+    The inverse of the cumulative distribution, in the order of the vocabulary: first the run of tokens that
+    the target falls into, then the token. Accumulating a whole vocabulary took longer than all else here.
     """
     weights = _weights(logits, rows)  # [F, V] fp32, the likeliest token has 1
     vocab_size = logits.shape[1]
@@ -153,14 +156,25 @@ def _draw(logits: Tensor, rows: Sequence[RowSampling]) -> Tensor:
     if any(row.min_p for row in rows):
         # The likeliest token has weight 1, whatever the filters have taken from the others.
         weights *= weights >= _column(weights, [row.min_p for row in rows])
-    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
     number = uniforms([row.seed for row in rows], [row.position for row in rows])
+    runs = F.pad(weights, (0, -vocab_size % _RUN)).view(len(rows), -1, _RUN)  # [F, V / 256, 256]
+    ends = runs.sum(dim=-1).cumsum(dim=-1, dtype=torch.float64)  # [F, V / 256]
+    target = torch.from_numpy(number).to(logits.device)[:, None] * ends[:, -1:]  # [F, 1]
+    run = _first_beyond(ends, target)  # [F, 1]
+    start = torch.where(run > 0, ends.gather(1, (run - 1).clamp_min(0)), 0.0)
+    inside = runs.gather(1, run[..., None].expand(-1, -1, _RUN))[:, 0]  # [F, 256]
+    token = _first_beyond(inside.cumsum(dim=-1, dtype=torch.float64), target - start)
+    return (run * _RUN + token)[:, 0]
+
+
+def _first_beyond(cumulative: Tensor, target: Tensor) -> Tensor:
+    """The first place [F, 1] where `cumulative` [F, N] exceeds the target [F, 1]: never one without weight.
+
+    Rounding may lift the target to the total or beyond; then it is the last place that has any weight.
+    """
     total = cumulative[:, -1:]
-    target = torch.from_numpy(number).to(logits.device)[:, None] * total
-    # The first token whose cumulative weight exceeds the target, so never one with weight 0. Rounding may
-    # lift the target to the total itself; then it is the last token that has any weight.
     target = torch.minimum(target, total.nextafter(torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, target, right=True)[:, 0]
+    return torch.searchsorted(cumulative, target, right=True)
 
 
 def _weights(logits: Tensor, rows: Sequence[RowSampling]) -> Tensor:
