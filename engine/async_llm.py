@@ -8,76 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence as Seq
+from collections.abc import AsyncGenerator, Callable, Hashable, Iterable, Mapping, Sequence as Seq
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, TypeAlias
 
 from ramet.engine.arguments import Prompt
+from ramet.engine.async_work import Task, Work, reject, resolve
 from ramet.engine.branch import Branch
-from ramet.engine.engine import Stats
-from ramet.engine.errors import InvalidInput, RametError
+from ramet.engine.checks import check_int
+from ramet.engine.engine import LOCAL, Stats
+from ramet.engine.errors import RametError
 from ramet.engine.llm import LLM
 from ramet.engine.operation import Operation, T
 from ramet.engine.outputs import Choice, Delta, Output, Score
-from ramet.engine.runs import Run
 from ramet.engine.sampling_params import SamplingParams
-from ramet.engine.stream_reader import StreamReader
 
 # What the thread is to do between two steps, and who is told if it never will.
-Command: TypeAlias = tuple[Callable[[], None], "Future[Any] | None"]
+Command: TypeAlias = tuple[Callable[[], None], tuple["Future[Any]", ...]]
 
 
 class Closed(RametError):
     """The engine has been closed: nothing more can be asked of it."""
-
-
-class _Task:
-    """An operation that waits for its runs, and whoever waits for the operation."""
-
-    def __init__(self, operation: Operation[Any], future: Future[Any]) -> None:
-        self.operation = operation
-        self.future = future
-        self.runs: list[Run] = []
-
-    def advance(self) -> bool:
-        """Go on if all runs have finished; True when the operation has ended."""
-        while all(run.finished for run in self.runs):
-            error = next((run.error for run in self.runs if run.error is not None), None)
-            try:
-                waits_for = next(self.operation) if error is None else self.operation.throw(error)
-            except StopIteration as stop:
-                _resolve(self.future, stop.value)
-                return True
-            except BaseException as failure:
-                _reject(self.future, failure)
-                return True
-            self.runs = list(waits_for)
-        return False
-
-
-class _Stream:
-    """A stream that is being read: what it has to say, and who waits to hear it."""
-
-    def __init__(self, reader: StreamReader, max_unread: int) -> None:
-        self.reader = reader
-        self.max_unread = max_unread
-        self.waiting: Future[list[Delta]] | None = None
-        self.error: BaseException | None = None  # why it was cut off
-
-    def serve(self) -> None:
-        """Hand on what is new, and hold the generation while too much of it is unread."""
-        if self.waiting is not None:
-            try:
-                deltas = self.reader.read()
-            except BaseException as failure:
-                waiting, self.waiting = self.waiting, None
-                _reject(waiting, failure)
-                return
-            if deltas or self.reader.done:
-                waiting, self.waiting = self.waiting, None
-                _resolve(waiting, deltas)
-        self.reader.hold(self.reader.num_unread >= self.max_unread)
 
 
 class AsyncLLM:
@@ -87,8 +39,7 @@ class AsyncLLM:
         """As LLM, which it may also be given: that one must not be used directly any more."""
         self._llm = model if isinstance(model, LLM) else LLM(model, tokenizer, **settings)
         self._commands: SimpleQueue[Command | None] = SimpleQueue()
-        self._tasks: list[_Task] = []
-        self._streams: list[_Stream] = []
+        self._tasks: list[Task] = []
         self._closed = False
         self._thread = threading.Thread(target=self._serve, name="ramet-engine", daemon=True)
         self._thread.start()
@@ -118,7 +69,28 @@ class AsyncLLM:
         **settings: Any,
     ) -> list[Output]:
         """See LLM.generate."""
-        return await self._run(lambda: self._llm._generating(prompts, params, priority, cache, settings))
+        with self.start(prompts, params, priority=priority, cache=cache, **settings) as work:
+            return await work.result()
+
+    def start(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        priority: int = 0,
+        cache: bool = True,
+        namespace: Hashable = LOCAL,
+        max_unread: int | None = None,
+        **settings: Any,
+    ) -> Work[list[Output]]:
+        """Begin to generate. With `max_unread` the tokens are read while they come, and while so many of a
+        choice were not read yet it rests; what came since the last read is one Delta a choice, so a slow
+        reader costs no memory. Prompts of another `namespace` share nothing."""
+        if max_unread is not None:
+            check_int("max_unread", max_unread, 1, None)
+        return self._start(
+            lambda: self._llm._generating(prompts, params, priority, cache, settings, namespace), max_unread
+        )
 
     async def stream(
         self,
@@ -128,23 +100,10 @@ class AsyncLLM:
         max_unread: int = 256,
         **settings: Any,
     ) -> AsyncGenerator[Delta]:
-        """See LLM.stream. While `max_unread` tokens were not read yet the generation rests.
-
-        What came since the last read is one Delta a choice, so a slow reader costs no memory.
-        """
-        if isinstance(max_unread, bool) or not isinstance(max_unread, int) or max_unread < 1:
-            raise InvalidInput("max_unread", "must be >= 1", max_unread)
-        stream = await self._call(lambda: self._open(prompt, params, settings, max_unread))
-        try:
-            while True:
-                for delta in await self._read(stream):
-                    yield delta
-                if stream.error is not None:
-                    raise stream.error
-                if stream.reader.all_read:
-                    return
-        finally:
-            self._send(lambda: self._shut(stream))
+        """See LLM.stream, and `start` for `max_unread`."""
+        with self.start([prompt], params, max_unread=max_unread, **settings) as work:
+            async for delta in work.deltas():
+                yield delta
 
     async def branch(
         self,
@@ -152,9 +111,11 @@ class AsyncLLM:
         *,
         messages: Seq[Mapping[str, Any]] | None = None,
         tools: Seq[Mapping[str, Any]] | None = None,
+        namespace: Hashable = LOCAL,
     ) -> AsyncBranch:
-        """See LLM.branch."""
-        return AsyncBranch(self, await self._run(lambda: self._llm._branching(prompt, messages, tools)))
+        """See LLM.branch; branches of another `namespace` share nothing."""
+        operation = lambda: self._llm._branching(prompt, messages, tools, namespace)  # noqa: E731
+        return AsyncBranch(self, await self._run(operation))
 
     async def step(
         self,
@@ -172,12 +133,12 @@ class AsyncLLM:
 
     # -- messages to the thread ------------------------------------------------------------------------
 
-    def _send(self, command: Callable[[], None], future: Future[Any] | None = None) -> None:
+    def _send(self, command: Callable[[], None], *futures: Future[Any]) -> None:
         if self._closed:
-            if future is not None:
+            if futures:
                 raise Closed("the engine has been closed")
             return  # what was to be let go is gone
-        self._commands.put((command, future))
+        self._commands.put((command, futures))
 
     async def _call(self, function: Callable[[], T]) -> T:
         """Run `function` between two steps and return what it returns."""
@@ -185,46 +146,37 @@ class AsyncLLM:
 
         def command() -> None:
             try:
-                _resolve(future, function())
+                resolve(future, function())
             except BaseException as failure:
-                _reject(future, failure)
+                reject(future, failure)
 
         self._send(command, future)
         return await asyncio.wrap_future(future)
+
+    def _start(
+        self,
+        start: Callable[[], Operation[Any]],
+        max_unread: int | None = None,
+        then: Callable[[Any], T] = lambda result: result,
+    ) -> Work[T]:
+        """Have the thread drive an operation beside all others."""
+        future: Future[Any] = Future()
+        started: Future[Task] = Future()
+
+        def command() -> None:
+            task = Task(start(), future, max_unread)
+            if not task.advance():
+                self._tasks.append(task)
+            resolve(started, task)
+
+        self._send(command, started, future)
+        return Work(self, started, future, then)
 
     async def _run(self, start: Callable[[], Operation[T]]) -> T:
         """Drive an operation beside all others; a caller that is cancelled closes it."""
-        future: Future[T] = Future()
-        tasks: list[_Task] = []
-
-        def command() -> None:
-            task = _Task(start(), future)
-            if not future.cancelled() and not task.advance():
-                tasks.append(task)
-                self._tasks.append(task)
-
-        def cancel() -> None:
-            for task in tasks:
-                if task in self._tasks:
-                    self._tasks.remove(task)
-                    task.operation.close()
-
-        self._send(command, future)
-        try:
-            return await asyncio.wrap_future(future)
-        except asyncio.CancelledError:
-            self._send(cancel)
-            raise
-
-    async def _read(self, stream: _Stream) -> list[Delta]:
-        future: Future[list[Delta]] = Future()
-
-        def command() -> None:
-            stream.waiting = future
-            stream.serve()
-
-        self._send(command, future)
-        return await asyncio.wrap_future(future)
+        work: Work[T] = self._start(start)
+        with work:
+            return await work.result()
 
     # -- on the thread -----------------------------------------------------------------------------------
 
@@ -250,35 +202,20 @@ class AsyncLLM:
                 idle = False
             idle = not self._llm.engine.step()
             self._tasks = [task for task in self._tasks if not task.advance()]
-            for stream in self._streams:
-                stream.serve()
 
-    def _open(
-        self, prompt: Prompt, params: SamplingParams | None, settings: dict[str, Any], max_unread: int
-    ) -> _Stream:
-        stream = _Stream(self._llm._open_stream(prompt, params, settings), max_unread)
-        self._streams.append(stream)
-        return stream
-
-    def _shut(self, stream: _Stream) -> None:
-        if stream in self._streams:
-            self._streams.remove(stream)
-            stream.reader.close()
+    def _close(self, task: Task) -> None:
+        """Let go of a task before it has ended."""
+        if task in self._tasks:
+            self._tasks.remove(task)
+            task.close(Closed("the work was closed before it had ended"))
 
     def _end(self, error: BaseException) -> None:
         """The thread stops: whoever still waits gets `error`, also those whose message was not taken."""
         for task in self._tasks:
-            task.operation.close()
-            _reject(task.future, error)
-        for stream in list(self._streams):
-            stream.error = error
-            self._shut(stream)
-            if stream.waiting is not None:
-                _reject(stream.waiting, error)
+            task.close(error)
         while not self._commands.empty():
-            command = self._commands.get()
-            if command is not None and command[1] is not None:
-                _reject(command[1], error)
+            for future in (self._commands.get() or ((), ()))[1]:
+                reject(future, error)
 
 
 class AsyncBranch:
@@ -325,7 +262,14 @@ class AsyncBranch:
         await self.llm._call(lambda: self._branch.extend(text))
 
     async def generate(self, params: SamplingParams | None = None, **settings: Any) -> Choice:
-        return await self.llm._run(lambda: self._branch._generating(params, settings))
+        with self.start_generate(params, **settings) as work:
+            return await work.result()
+
+    def start_generate(
+        self, params: SamplingParams | None = None, *, max_unread: int | None = None, **settings: Any
+    ) -> Work[Choice]:
+        """Begin to `generate`; see AsyncLLM.start."""
+        return self.llm._start(lambda: self._branch._generating(params, settings), max_unread)
 
     async def expand(
         self,
@@ -334,7 +278,20 @@ class AsyncBranch:
         params: Seq[SamplingParams] | SamplingParams | None = None,
         **settings: Any,
     ) -> list[AsyncBranch]:
-        return self._wrap(await self.llm._run(lambda: self._branch._expanding(n, params, settings)))
+        with self.start_expand(n, params=params, **settings) as work:
+            return await work.result()
+
+    def start_expand(
+        self,
+        n: int | None = None,
+        *,
+        params: Seq[SamplingParams] | SamplingParams | None = None,
+        max_unread: int | None = None,
+        **settings: Any,
+    ) -> Work[list[AsyncBranch]]:
+        """Begin to `expand`; see AsyncLLM.start."""
+        operation = lambda: self._branch._expanding(n, params, settings)  # noqa: E731
+        return self.llm._start(operation, max_unread, self._wrap)
 
     async def score(self, candidates: Seq[Prompt]) -> list[Score]:
         return await self.llm._run(lambda: self._branch._scoring(candidates))
@@ -353,13 +310,3 @@ class AsyncBranch:
 
     def _wrap(self, branches: Iterable[Branch]) -> list[AsyncBranch]:
         return [AsyncBranch(self.llm, branch) for branch in branches]
-
-
-def _resolve(future: Future[Any], value: Any) -> None:
-    if future.set_running_or_notify_cancel():
-        future.set_result(value)
-
-
-def _reject(future: Future[Any], error: BaseException) -> None:
-    if future.set_running_or_notify_cancel():
-        future.set_exception(error)

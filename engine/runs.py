@@ -89,7 +89,11 @@ class Generation(Run):
             entropies=[] if params.return_entropy else None,
         )
         self._ends = (frozenset() if params.ignore_eos else eos_token_ids) | frozenset(params.stop_token_ids)
-        self._detokenizer = IncrementalDetokenizer(tokenizer) if tokenizer is not None else None
+        self._detokenizer = (
+            IncrementalDetokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
+            if tokenizer is not None
+            else None
+        )
         self._stops = StopChecker(params.stops)
         self._counts: TokenCounts | None = None
         self.prepare(None)
@@ -143,11 +147,13 @@ class Generation(Run):
         if self._counts is not None:
             self._counts.add(token_id)
         self.choice.add(draw)
-        if token_id in self._ends:
-            self.finish("stop", token_id)
-        elif (stop := self._add_text(token_id)) is not None:
+        ends = token_id in self._ends
+        shows = not ends or self.params.include_stop_str_in_output
+        if shows and (stop := self._add_text(token_id)) is not None:
             self._detokenizer = None  # the text has ended, whatever is still held
             self.finish("stop", stop)
+        elif ends:
+            self.finish("stop", token_id)
         elif self.num_tokens_left <= 0:
             self.finish("length")
 
@@ -159,8 +165,14 @@ class Generation(Run):
         if len(self.choice.token_ids) <= self.params.min_tokens:
             self.choice.text += delta
             return None
+        return self._show(delta)
+
+    def _show(self, delta: str) -> str | None:
+        """Add to the text what no stop string takes away; returns the one that is complete."""
         shown = self._stops.add(delta)
         self.choice.text += shown.text
+        if shown.stop is not None and self.params.include_stop_str_in_output:
+            self.choice.text += shown.stop
         return shown.stop
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
@@ -168,10 +180,9 @@ class Generation(Run):
         if self.finished:
             return
         if self._detokenizer is not None:
-            rest = self._stops.add(self._detokenizer.flush())
-            self.choice.text += rest.text
-            if rest.stop is not None:
-                reason, stop_reason = "stop", rest.stop
+            stop = self._show(self._detokenizer.flush())
+            if stop is not None:
+                reason, stop_reason = "stop", stop
             else:
                 self.choice.text += self._stops.finish()
         self.choice.finish_reason = reason
