@@ -11,19 +11,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ramet.api.options import Dtype
 from ramet.api.plan import plan
+from ramet.api.serve import serve
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from ramet.api.bench import Report
     from ramet.engine.llm import LLM
-
-
-class Dtype(StrEnum):
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
 
 
 class Bench(StrEnum):
@@ -246,6 +242,7 @@ def chat(
 
 
 app.command()(plan)
+app.command(context_settings={"auto_envvar_prefix": "RAMET"})(serve)
 
 
 @app.command()

@@ -17,12 +17,14 @@ from ramet.engine.arguments import Prompt
 from ramet.engine.async_work import Task, Work, reject, resolve
 from ramet.engine.branch import Branch
 from ramet.engine.checks import check_int
+from ramet.engine.config import EngineConfig
 from ramet.engine.engine import LOCAL, Stats
 from ramet.engine.errors import RametError
 from ramet.engine.llm import LLM
 from ramet.engine.operation import Operation, T
 from ramet.engine.outputs import Choice, Delta, Output, Score
 from ramet.engine.sampling_params import SamplingParams
+from ramet.engine.tokenizer import Tokenizer
 
 # What the thread is to do between two steps, and who is told if it never will.
 Command: TypeAlias = tuple[Callable[[], None], tuple["Future[Any]", ...]]
@@ -56,6 +58,26 @@ class AsyncLLM:
             self._closed = True
             self._commands.put(None)
         await asyncio.to_thread(self._thread.join)
+
+    # -- what never changes, and may be read from any thread -------------------------------------------
+
+    @property
+    def config(self) -> EngineConfig:
+        return self._llm.config
+
+    @property
+    def vocab_size(self) -> int:
+        return self._llm.engine.vocab_size
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The engine's own: others make a `copy` for their threads."""
+        return self._llm.tokenizer
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread is there to do anything: not after `close`, nor after a bug."""
+        return not self._closed and self._thread.is_alive()
 
     # -- verbs ---------------------------------------------------------------------------------------
 

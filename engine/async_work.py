@@ -56,11 +56,14 @@ class Task:
         if self.reader is not None and self.max_unread is not None:
             self.reader.hold(self.reader.num_unread >= self.max_unread)
 
-    def cancel(self, engine: Engine) -> None:
+    def cancel(self, engine: Engine) -> bool:
         """End what it generates now; the tokens so far stay, and the operation goes on with them."""
+        if self.ended:
+            return False
         runs = set(self.runs)
         for sequence in [one for one in engine.sequences if one.run in runs]:
             engine.abort(sequence)
+        return True
 
     def close(self, error: BaseException) -> None:
         """Let go of everything; whoever still waits for the result gets `error`."""
@@ -132,11 +135,13 @@ class Work(Generic[T]):
         """What the verb gives. A caller that is cancelled closes the work itself."""
         return self._then(await asyncio.shield(asyncio.wrap_future(self._future)))
 
-    async def cancel(self) -> None:
-        """End what is generated now, keeping the tokens so far; the result comes as ever."""
+    async def cancel(self) -> bool:
+        """End what is generated now, keeping the tokens so far; the result comes as ever.
+
+        Returns False if the work had ended before.
+        """
         task = await asyncio.shield(asyncio.wrap_future(self._started))
-        if not self._future.done():
-            await self._llm._call(lambda: task.cancel(self._llm._llm.engine))
+        return await self._llm._call(lambda: task.cancel(self._llm._llm.engine))
 
     def close(self) -> None:
         """Let go of it, done or not: nothing stays behind. Idempotent."""

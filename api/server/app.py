@@ -1,0 +1,66 @@
+"""Puts the HTTP application together."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from ramet.api.server import meta, openai
+from ramet.api.server.auth import Keys
+from ramet.api.server.errors import ApiError, of_engine, of_validation
+from ramet.api.server.gate import Gate
+from ramet.api.server.settings import Settings
+from ramet.api.server.state import State
+from ramet.engine.async_llm import AsyncLLM
+from ramet.engine.errors import RametError
+
+
+def create_app(engine: AsyncLLM, settings: Settings, keys: Keys | None = None) -> FastAPI:
+    """An ASGI application over an engine, which it closes when it is shut down."""
+    state = State(engine, settings, keys or Keys())
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await state.close()
+
+    app = FastAPI(
+        title="ramet",
+        version=version("ramet"),
+        lifespan=lifespan,
+        openapi_url="/openapi.json" if settings.docs else None,
+        docs_url=None,  # it would load scripts from elsewhere
+        redoc_url=None,
+    )
+    app.state.ramet = state
+    app.add_middleware(Gate, state=state)
+    app.add_exception_handler(HTTPException, _show)
+    app.add_exception_handler(RequestValidationError, _show)
+    app.add_exception_handler(RametError, _show)
+    for module in (meta, openai):
+        app.include_router(module.router)
+    return app
+
+
+async def _show(request: Request, error: Exception) -> Response:
+    shown = _as_api_error(error)
+    return JSONResponse(shown.body, shown.status_code, shown.headers)
+
+
+def _as_api_error(error: Exception) -> ApiError:
+    """Raises the error itself if it is a bug."""
+    if isinstance(error, RequestValidationError):
+        return of_validation(error.errors())
+    if isinstance(error, HTTPException) and not isinstance(error, ApiError):
+        code = {404: "path_not_found", 405: "method_not_allowed"}.get(error.status_code)
+        return ApiError(error.status_code, str(error.detail), code=code, headers=error.headers)
+    found = of_engine(error)
+    if found is None:
+        raise error
+    return found
