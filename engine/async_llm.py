@@ -21,9 +21,11 @@ from ramet.engine.config import EngineConfig
 from ramet.engine.engine import LOCAL, Stats
 from ramet.engine.errors import RametError
 from ramet.engine.llm import LLM
+from ramet.engine.look import BranchLook, TreeLook, look_at, look_at_all
 from ramet.engine.operation import Operation, T
 from ramet.engine.outputs import Choice, Delta, Output, Score
 from ramet.engine.sampling_params import SamplingParams
+from ramet.engine.sequence import Hold
 from ramet.engine.tokenizer import Tokenizer
 
 # What the thread is to do between two steps, and who is told if it never will.
@@ -152,6 +154,14 @@ class AsyncLLM:
     async def stats(self) -> Stats:
         """See LLM.stats."""
         return await self._call(self._llm.stats)
+
+    async def look(self, branches: Seq[AsyncBranch]) -> list[BranchLook]:
+        """What each of these branches holds now, all at one moment."""
+        return await self._call(lambda: [look_at(branch._branch) for branch in branches])
+
+    async def look_at_tree(self, branches: Seq[AsyncBranch]) -> TreeLook:
+        """What these branches hold together, and how they share it."""
+        return await self._call(lambda: look_at_all([branch._branch for branch in branches]))
 
     # -- messages to the thread ------------------------------------------------------------------------
 
@@ -283,6 +293,13 @@ class AsyncBranch:
     async def extend(self, text: Prompt) -> None:
         await self.llm._call(lambda: self._branch.extend(text))
 
+    async def compute(self, text: Prompt = (), *, logprobs: bool = False) -> list[float]:
+        """`extend`, and compute all that the branch has to; a caller that is cancelled has changed nothing.
+
+        With `logprobs`, returns those of the new tokens.
+        """
+        return await self.llm._run(lambda: self._branch._extending(text, logprobs))
+
     async def generate(self, params: SamplingParams | None = None, **settings: Any) -> Choice:
         with self.start_generate(params, **settings) as work:
             return await work.result()
@@ -309,17 +326,30 @@ class AsyncBranch:
         *,
         params: Seq[SamplingParams] | SamplingParams | None = None,
         max_unread: int | None = None,
+        born: Callable[[list[AsyncBranch]], None] | None = None,
         **settings: Any,
     ) -> Work[list[AsyncBranch]]:
-        """Begin to `expand`; see AsyncLLM.start."""
-        operation = lambda: self._branch._expanding(n, params, settings)  # noqa: E731
+        """Begin to `expand`; see AsyncLLM.start. `born` gets the children before any of their tokens is read:
+        it is called on the engine's thread, and only if there are any."""
+
+        def tell(children: list[Branch]) -> None:
+            if born is not None:
+                born(self._wrap(children))
+
+        operation = lambda: self._branch._expanding(n, params, settings, tell)  # noqa: E731
         return self.llm._start(operation, max_unread, self._wrap)
 
-    async def score(self, candidates: Seq[Prompt]) -> list[Score]:
-        return await self.llm._run(lambda: self._branch._scoring(candidates))
+    async def score(self, candidates: Seq[Prompt], *, suffix: Prompt | None = None) -> list[Score]:
+        return await self.llm._run(lambda: self._branch._scoring(candidates, suffix))
 
     async def truncate(self, position: int) -> None:
         await self.llm._call(lambda: self._branch.truncate(position))
+
+    async def hold(self, hold: Hold) -> None:
+        await self.llm._call(lambda: self._branch.hold(hold))
+
+    async def park(self) -> None:
+        await self.llm._call(self._branch.park)
 
     async def release(self) -> None:
         await self.llm._call(self._branch.release)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from ramet.engine.engine import Engine
 from ramet.engine.operation import Operation
 from ramet.engine.outputs import Delta
-from ramet.engine.runs import Generation, Run
+from ramet.engine.runs import FanOut, Generation, Run
 from ramet.engine.stream_reader import StreamReader
 
 if TYPE_CHECKING:
@@ -74,7 +74,12 @@ class Task:
     def _wait_for(self, runs: list[Run]) -> None:
         self.runs = runs
         if self.max_unread is not None and self.reader is None:
-            generations = [run for run in runs if isinstance(run, Generation)]
+            generations: list[Generation] = []
+            for run in runs:
+                if isinstance(run, FanOut):
+                    generations += run.generations
+                elif isinstance(run, Generation) and run not in generations:
+                    generations.append(run)
             self.reader = StreamReader(generations) if generations else None
 
     def _end(self, tell: Callable[[Future[Any], Any], None], what: Any) -> None:

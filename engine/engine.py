@@ -15,7 +15,7 @@ from torch import Tensor
 from ramet.engine.config import EngineConfig
 from ramet.engine.errors import BadLogits, OutOfCapacity, StepFailed
 from ramet.engine.model_runner import Runner
-from ramet.engine.runs import FanOut, Generation, HeadScoring, Run, Scoring
+from ramet.engine.runs import FanOut, Firsts, Generation, HeadScoring, Run, Scoring
 from ramet.engine.sampler import logprobs_of, sample
 from ramet.engine.sampling_params import SamplingParams, derive_seed
 from ramet.engine.scheduler import Pick, Scheduled, Scheduler
@@ -260,12 +260,12 @@ class Engine:
                 draws.append((child, generation, rows[0]))
             self._finish(sequence)
         elif isinstance(run, Scoring):
-            run.accept(logprobs_of(logits[rows.start : rows.stop], run.next_targets(len(rows))))
+            mine, targets = logits[rows.start : rows.stop], run.next_targets(len(rows))
+            run.accept(logprobs_of(mine, targets), greedy=mine.argmax(-1).tolist() == targets)
             if len(run.token_logprobs) == len(run.targets):
                 self._finish(sequence)
         elif isinstance(run, HeadScoring) and rows:
-            firsts = [candidate[0] for candidate in run.candidates]
-            run.first_logprobs = logprobs_of(logits[rows[0]].expand(len(firsts), -1), firsts)
+            run.firsts = _firsts(logits[rows[0]], [candidate[0] for candidate in run.candidates])
             self._score_rests(sequence, run)
             self._finish(sequence)
         elif type(run) is Run and sequence.num_to_do == 0:
@@ -373,3 +373,12 @@ class Engine:
             num_waiting=len(scheduler.waiting),
             num_running=len(scheduler.running),
         )
+
+
+def _firsts(logits: Tensor, token_ids: list[int]) -> Firsts:
+    """What one row of logits [V] says of each of these tokens. Raises BadLogits."""
+    logprobs = torch.log_softmax(logits.float(), dim=-1)[token_ids]
+    if bool(logprobs.isnan().any()):
+        raise BadLogits((0,))
+    chosen = logits[token_ids]
+    return Firsts(logprobs.tolist(), (chosen == logits.max()).tolist(), chosen.tolist())

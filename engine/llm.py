@@ -281,6 +281,7 @@ class LLM:
 
     def _continuing(self, branches: Seq[Branch], params: Seq[SamplingParams]) -> Operation[list[Choice]]:
         runs = []
+        lengths = [len(branch) for branch in branches]
         for branch, own in zip(branches, params, strict=True):
             branch._check_unused()
             self._check_params(own, of_branch=True)
@@ -291,6 +292,11 @@ class LLM:
             for branch, run in zip(branches, runs, strict=True):
                 self.engine.submit(branch._sequence, run)
             yield runs
+        except GeneratorExit:  # whoever asked does not want it any more
+            for branch, length in zip(branches, lengths, strict=True):
+                self.engine.abort(branch._sequence)
+                branch._sequence.truncate(length)
+            raise
         finally:
             for branch in branches:
                 self.engine.abort(branch._sequence)

@@ -66,6 +66,8 @@ class Score:
 
     token_ids: list[int]
     token_logprobs: list[float]  # natural log, one for each token
+    is_greedy: bool  # whether each token is the likeliest one at its place
+    first_logit: float  # of the first token, as the model gave it
 
     @property
     def logprob(self) -> float:

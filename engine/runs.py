@@ -7,6 +7,7 @@ batches or blocks.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 from ramet.engine.adjust import TokenCounts, adjustment_of
 from ramet.engine.errors import BranchReleased
@@ -241,16 +242,26 @@ class Scoring(Run):
         self.logits_from = first
         self.targets = targets
         self.token_logprobs: list[float] = []
+        self.is_greedy = True
 
     def next_targets(self, count: int) -> list[int]:
         """The targets of the next `count` rows of logits."""
         done = len(self.token_logprobs)
         return self.targets[done : done + count]
 
-    def accept(self, logprobs: list[float]) -> None:
+    def accept(self, logprobs: list[float], *, greedy: bool) -> None:
         """Take the log-probabilities of the next targets; a long continuation comes in chunks."""
         self.token_logprobs += logprobs
+        self.is_greedy = self.is_greedy and greedy
         self.logits_from = self.first + len(self.token_logprobs)
+
+
+class Firsts(NamedTuple):
+    """What one row of logits says of several tokens that may come next."""
+
+    logprobs: list[float]
+    greedy: list[bool]
+    logits: list[float]
 
 
 class HeadScoring(Run):
@@ -262,7 +273,7 @@ class HeadScoring(Run):
     def __init__(self, candidates: list[list[int]]) -> None:
         super().__init__()
         self.candidates = candidates
-        self.first_logprobs: list[float] = []
+        self.firsts = Firsts([], [], [])
         self.rests: list[Scoring | None] = []
         self.children: list[Sequence] = []  # forks that compute the rests
 
@@ -272,6 +283,13 @@ class HeadScoring(Run):
     def scores(self) -> list[Score]:
         """One for each candidate, once all is done."""
         return [
-            Score(ids, [first, *(rest.token_logprobs if rest is not None else ())])
-            for ids, first, rest in zip(self.candidates, self.first_logprobs, self.rests, strict=True)
+            Score(
+                ids,
+                [logprob, *(rest.token_logprobs if rest is not None else ())],
+                greedy and (rest is None or rest.is_greedy),
+                logit,
+            )
+            for ids, logprob, greedy, logit, rest in zip(
+                self.candidates, *self.firsts, self.rests, strict=True
+            )
         ]
