@@ -113,13 +113,13 @@ class Work(Generic[T]):
 
     async def started(self) -> None:
         """Return when the input was found good and the work is queued; raise what is wrong with it."""
-        await asyncio.shield(asyncio.wrap_future(self._started))
+        await _outcome(self._started)
         if self._future.done():
             await self.result()
 
     async def read(self) -> list[Delta]:
         """What came since the last time, one Delta a choice; nothing once all was read or the work failed."""
-        task = await asyncio.shield(asyncio.wrap_future(self._started))
+        task = await _outcome(self._started)
         future: Future[list[Delta]] = Future()
 
         def command() -> None:
@@ -138,20 +138,28 @@ class Work(Generic[T]):
 
     async def result(self) -> T:
         """What the verb gives. A caller that is cancelled closes the work itself."""
-        return self._then(await asyncio.shield(asyncio.wrap_future(self._future)))
+        return self._then(await _outcome(self._future))
 
     async def cancel(self) -> bool:
         """End what is generated now, keeping the tokens so far; the result comes as ever.
 
         Returns False if the work had ended before.
         """
-        task = await asyncio.shield(asyncio.wrap_future(self._started))
+        task = await _outcome(self._started)
         return await self._llm._call(lambda: task.cancel(self._llm._llm.engine))
 
     def close(self) -> None:
         """Let go of it, done or not: nothing stays behind. Idempotent."""
         if not self._future.done():
             self._llm._send(lambda: self._llm._close(self._started.result()))
+
+
+async def _outcome(future: Future[T]) -> T:
+    """What a future of the thread gives. Whoever waits may be cancelled; the future is not."""
+    inner = asyncio.wrap_future(future)
+    # asyncio would log an error that nobody waits for any more.
+    inner.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return await asyncio.shield(inner)
 
 
 def resolve(future: Future[Any], value: Any) -> None:

@@ -69,7 +69,7 @@ def test_compute_appends_and_runs_at_once_and_knows_the_logprobs() -> None:
     run(work, llm)
 
 
-def test_what_is_abandoned_or_fails_leaves_the_branch_as_it_was() -> None:
+def test_what_is_abandoned_or_fails_leaves_the_branch_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
     llm = scripted(max_batch_tokens=2)
     llm.on_step(lambda: time.sleep(0.001))
 
@@ -89,11 +89,12 @@ def test_what_is_abandoned_or_fails_leaves_the_branch_as_it_was() -> None:
                 await engine.stats()
                 assert branch.token_ids == PROMPT
             with fail_forward(llm, 1), pytest.raises(StepFailed):
-                await branch.compute([1] * 6)
+                await branch.compute([2, 3, 4, 5, 6, 7])
             assert branch.token_ids == PROMPT
             assert (await branch.generate(max_tokens=3)).token_ids
 
     run(work, llm)
+    assert not caplog.records
 
 
 def test_score_after_a_suffix_and_of_a_branch_that_runs() -> None:
