@@ -52,6 +52,10 @@ def serve(
     open_metrics: Annotated[bool, typer.Option("--open-metrics", help="/metrics needs no key.")] = False,
     max_concurrent_requests: Annotated[int, typer.Option(help="Of one tenant; more get a 429.")] = 256,
     max_body_bytes: Annotated[int, typer.Option(help="A longer request is refused.")] = 16 << 20,
+    branch_ttl: Annotated[float, typer.Option(help="Seconds after which an unused branch goes.")] = 86_400.0,
+    max_pinned_ratio: Annotated[
+        float, typer.Option(help="The part of all blocks that pinned branches may hold.")
+    ] = 0.0,
     shutdown_timeout: Annotated[
         float, typer.Option(help="Seconds that running requests have to end after SIGTERM.")
     ] = 30.0,
@@ -94,6 +98,8 @@ def serve(
         cache_scope=cache_scope.value,
         max_body_bytes=max_body_bytes,
         max_running=max_concurrent_requests,
+        branch_ttl=branch_ttl,
+        max_pinned_ratio=max_pinned_ratio,
         shutdown_timeout=shutdown_timeout,
         docs=not disable_docs,
     )

@@ -72,6 +72,11 @@ class AsyncLLM:
         return self._llm.engine.vocab_size
 
     @property
+    def block_nbytes(self) -> int:
+        """Bytes of one block, over all layers."""
+        return self._llm.engine.block_nbytes
+
+    @property
     def tokenizer(self) -> Tokenizer | None:
         """The engine's own: others make a `copy` for their threads."""
         return self._llm.tokenizer
@@ -136,9 +141,10 @@ class AsyncLLM:
         messages: Seq[Mapping[str, Any]] | None = None,
         tools: Seq[Mapping[str, Any]] | None = None,
         namespace: Hashable = LOCAL,
+        compute: bool = True,
     ) -> AsyncBranch:
-        """See LLM.branch; branches of another `namespace` share nothing."""
-        operation = lambda: self._llm._branching(prompt, messages, tools, namespace)  # noqa: E731
+        """See LLM.branch; branches of another `namespace` share nothing. Without `compute`, later."""
+        operation = lambda: self._llm._branching(prompt, messages, tools, namespace, compute)  # noqa: E731
         return AsyncBranch(self, await self._run(operation))
 
     async def step(
@@ -351,8 +357,11 @@ class AsyncBranch:
     async def park(self) -> None:
         await self.llm._call(self._branch.park)
 
-    async def release(self) -> None:
-        await self.llm._call(self._branch.release)
+    async def cancel(self) -> None:
+        await self.llm._call(self._branch.cancel)
+
+    async def release(self) -> int:
+        return await self.llm._call(self._branch.release)
 
     async def prune(self) -> int:
         return await self.llm._call(self._branch.prune)

@@ -294,9 +294,16 @@ class Branch:
         self._check_unused()
         self.llm.engine.scheduler.park(self._sequence)
 
-    def release(self) -> None:
-        """Let go of the branch. Its pages stay cached until they are needed. Idempotent."""
-        self._let_go(prune=False)
+    def release(self) -> int:
+        """Let go of the branch. Its pages stay cached until they are needed. Idempotent.
+
+        Returns the blocks freed at once: an open block of its own, which nobody could find again.
+        """
+        return self._let_go(prune=False)
+
+    def cancel(self) -> None:
+        """End what runs on the branch now; the tokens generated so far stay."""
+        self.llm.engine.abort(self._sequence)
 
     def prune(self) -> int:
         """Release this branch and all its descendants and free at once what nobody else uses.

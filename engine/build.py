@@ -59,6 +59,7 @@ def build_engine(
             vocab_size=model.vocab_size,
             tokenizer=tokenizer,
             eos_token_ids=model.eos_token_ids,
+            block_nbytes=runner.pages.nbytes // config.num_blocks,
         )
     if num_blocks is not None:  # checked before anything is loaded
         EngineConfig(num_blocks=num_blocks, max_model_len=1, **settings)
@@ -87,6 +88,7 @@ def build_engine(
         vocab_size=shape.vocab_size,
         tokenizer=loaded.tokenizer,
         eos_token_ids=loaded.eos_token_ids,
+        block_nbytes=bytes_per_block,
     )
 
 

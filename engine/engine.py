@@ -53,8 +53,10 @@ class Engine:
         vocab_size: int,
         tokenizer: Tokenizer | None,
         eos_token_ids: frozenset[int],
+        block_nbytes: int,
     ) -> None:
         self.runner = runner
+        self.block_nbytes = block_nbytes  # of one block, over all layers
         self.config = config
         self.vocab_size = vocab_size
         self.tokenizer = tokenizer
@@ -62,7 +64,7 @@ class Engine:
         self.cache = PrefixCache(config.num_blocks, config.block_size, min_partial=config.min_partial)
         self.scheduler = Scheduler(self.cache, config.max_batch_tokens)
         self.sequences: dict[Sequence, None] = {}  # all that were not released
-        self.listeners: list[Callable[[], None]] = []  # called after each step
+        self.listeners: list[Callable[[], object]] = []  # called after each step
         self.forgotten: list[Sequence] = []  # whose handles were collected: released with the next step
         self.num_steps = 0
         self.num_computed_tokens = 0

@@ -96,7 +96,7 @@ class LLM:
         """Counters since the start, and what the pages hold now."""
         return self.engine.stats()
 
-    def on_step(self, listener: Callable[[], None]) -> Callable[[], None]:
+    def on_step(self, listener: Callable[[], object]) -> Callable[[], None]:
         """Call `listener` after each step of the engine, for progress bars and live views.
 
         Returns a function that ends this.
@@ -226,6 +226,7 @@ class LLM:
         messages: Seq[Mapping[str, Any]] | None,
         tools: Seq[Mapping[str, Any]] | None,
         namespace: Hashable = LOCAL,
+        compute: bool = True,
     ) -> Operation[Branch]:
         if (prompt is None) == (messages is None):
             raise InvalidInput("prompt", "or messages must be given, and not both")
@@ -236,6 +237,8 @@ class LLM:
             token_ids = self.encode(prompt)
         sequence = self.engine.new_sequence(token_ids, keep=True, namespace=namespace)
         branch = Branch(self, sequence, None)
+        if not compute:
+            return branch
         run = Run()
         self.engine.submit(sequence, run)
         try:

@@ -22,6 +22,7 @@ class BranchLook:
     table: BlockTable
     shared_blocks: int  # that other live branches have too, whoever's they are
     exclusive_blocks: int
+    cached_tokens: int  # of the prompt it began with, found in the cache
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ def look_at(branch: Branch) -> BranchLook:
         table=table,
         shared_blocks=len(table.blocks) - exclusive,
         exclusive_blocks=exclusive,
+        cached_tokens=sequence.num_cached_tokens or 0,
     )
 
 

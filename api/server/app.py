@@ -11,10 +11,11 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from ramet.api.server import meta, openai
+from ramet.api.server import branches, meta, openai
 from ramet.api.server.auth import Keys
-from ramet.api.server.errors import ApiError, of_engine, of_validation
+from ramet.api.server.errors import as_api_error
 from ramet.api.server.gate import Gate
+from ramet.api.server.leases import sweep_for_ever
 from ramet.api.server.settings import Settings
 from ramet.api.server.state import State
 from ramet.engine.async_llm import AsyncLLM
@@ -27,6 +28,7 @@ def create_app(engine: AsyncLLM, settings: Settings, keys: Keys | None = None) -
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        state.spawn(sweep_for_ever(state))
         yield
         await state.close()
 
@@ -43,24 +45,11 @@ def create_app(engine: AsyncLLM, settings: Settings, keys: Keys | None = None) -
     app.add_exception_handler(HTTPException, _show)
     app.add_exception_handler(RequestValidationError, _show)
     app.add_exception_handler(RametError, _show)
-    for module in (meta, openai):
+    for module in (meta, openai, branches):
         app.include_router(module.router)
     return app
 
 
 async def _show(request: Request, error: Exception) -> Response:
-    shown = _as_api_error(error)
+    shown = as_api_error(error)
     return JSONResponse(shown.body, shown.status_code, shown.headers)
-
-
-def _as_api_error(error: Exception) -> ApiError:
-    """Raises the error itself if it is a bug."""
-    if isinstance(error, RequestValidationError):
-        return of_validation(error.errors())
-    if isinstance(error, HTTPException) and not isinstance(error, ApiError):
-        code = {404: "path_not_found", 405: "method_not_allowed"}.get(error.status_code)
-        return ApiError(error.status_code, str(error.detail), code=code, headers=error.headers)
-    found = of_engine(error)
-    if found is None:
-        raise error
-    return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from ramet.engine.async_llm import Closed
@@ -92,6 +93,19 @@ def of_engine(error: BaseException) -> ApiError | None:
 
 
 INTERNAL = ApiError(500, "internal error; the log has it under this request id", code="internal_error")
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What a client is told of anything that a handler raises; raises the error itself if it is a bug."""
+    if isinstance(error, RequestValidationError):
+        return of_validation(error.errors())
+    if isinstance(error, HTTPException) and not isinstance(error, ApiError):
+        code = {404: "path_not_found", 405: "method_not_allowed"}.get(error.status_code)
+        return ApiError(error.status_code, str(error.detail), code=code, headers=error.headers)
+    found = of_engine(error)
+    if found is None:
+        raise error
+    return found
 
 
 def of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, NoReturn
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
+from starlette.responses import JSONResponse
 
-from ramet.api.server.errors import ApiError, invalid
+from ramet.api.server.errors import ApiError, as_api_error, invalid
+from ramet.api.server.state import tenant_of
 
 MAX_DEPTH = 64
 
@@ -21,9 +23,31 @@ class StrictRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def strict(request: Request) -> Response:
-            return await handle(_StrictRequest(request.scope, request.receive))
+            request = _StrictRequest(request.scope, request.receive)
+            key = request.headers.get("idempotency-key")
+            if key is None or request.method != "POST":
+                return await handle(request)
+            return await _once(key, request, handle)
 
         return strict
+
+
+async def _once(key: str, request: Request, handle: Callable[[Request], Awaitable[Response]]) -> Response:
+    """Answer as before if the key has been used before."""
+    body = await request.body()
+    value = parse(body) if body else None
+    if isinstance(value, dict) and value.get("stream"):
+        raise invalid("idempotency-key", "cannot be used with a stream")
+    asked = f"{request.method} {request.url.path}\n".encode() + body
+
+    async def act() -> Response:
+        try:
+            return await handle(request)
+        except Exception as error:
+            shown = as_api_error(error)  # which raises a bug again
+            return JSONResponse(shown.body, shown.status_code, shown.headers)
+
+    return await tenant_of(request).idempotency.run(key, asked, act)
 
 
 class _StrictRequest(Request):

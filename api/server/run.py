@@ -66,7 +66,7 @@ class Server(uvicorn.Server):
         return self.config.port
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self.state.draining = True
+        self.state.drain()
         log.info("draining", seconds=self.state.settings.shutdown_timeout)
         cancel = asyncio.create_task(self._cancel_later())
         try:

@@ -25,6 +25,8 @@ class Settings:
         cache_scope: whether tenants find each other's cached prefixes ("global"), or not ("tenant").
         max_body_bytes: a longer request is refused unread.
         max_running: requests of one tenant at the same time; more get a 429.
+        branch_ttl: seconds after its last use that a branch is let go of.
+        max_pinned_ratio: the part of all blocks that pinned branches may hold.
         shutdown_timeout: seconds that running requests have to end when the server is stopped.
         docs: whether /docs and /openapi.json are there.
     """
@@ -37,6 +39,8 @@ class Settings:
     cache_scope: Literal["tenant", "global"] = "tenant"
     max_body_bytes: int = 16 << 20
     max_running: int = 256
+    branch_ttl: float = 86_400.0
+    max_pinned_ratio: float = 0.0
     shutdown_timeout: float = 30.0
     docs: bool = True
 
@@ -44,6 +48,8 @@ class Settings:
         check_int("--port", self.port, 0, 65535)
         check_int("--max-body-bytes", self.max_body_bytes, 1024, 1 << 30)
         check_int("--max-concurrent-requests", self.max_running, 1, 1 << 16)
+        check_float("--branch-ttl", self.branch_ttl, 1.0, 365 * 86_400.0)
+        check_float("--max-pinned-ratio", self.max_pinned_ratio, 0.0, 1.0)
         check_float("--shutdown-timeout", self.shutdown_timeout, 0.0, 3600.0)
         if not self.model_names or not all(self.model_names):
             raise InvalidInput("--served-model-name", "must not be empty")

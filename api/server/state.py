@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from typing import cast
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar, cast
 
 from fastapi import Request
 
+from ramet.api.server import log
 from ramet.api.server.auth import Keys
-from ramet.api.server.errors import ApiError
+from ramet.api.server.branch_store import BranchStore
+from ramet.api.server.errors import ApiError, of_engine
 from ramet.api.server.settings import Settings
 from ramet.api.server.tenants import Tenant, Tenants
 from ramet.api.server.text import Text
 from ramet.engine.async_llm import AsyncLLM
+
+T = TypeVar("T")
 
 
 class State:
@@ -25,10 +31,41 @@ class State:
         self.tenants = Tenants(settings)
         self.text = Text(engine)
         self.started_at = int(time.time())
+        self.clock: Callable[[], float] = time.time
+        self._tasks: set[asyncio.Task[Any]] = set()
         self.draining = False  # the server is stopping: what runs may end, nothing new begins
 
-    async def close(self) -> None:
+    def stores(self) -> list[BranchStore]:
+        """The branches of each tenant, for what is done for all alike."""
+        return [tenant.branches for tenant in self.tenants]
+
+    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Do something that nobody waits for."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._forget)
+        return task
+
+    def _forget(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and of_engine(error) is None:
+            log.error("a bug", error)
+
+    async def detached(self, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` gives; it goes on if nobody waits for it any more."""
+        return await asyncio.shield(self.spawn(work))
+
+    def drain(self) -> None:
+        """Take nothing new, and end what only waits for news."""
         self.draining = True
+        for store in self.stores():
+            for tree in store.trees.values():
+                tree.events.close()
+
+    async def close(self) -> None:
+        self.drain()
+        for task in list(self._tasks):
+            task.cancel()
         await self.engine.close()
         self.text.close()
 

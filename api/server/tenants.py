@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ramet.api.server.branch_store import BranchStore
 from ramet.api.server.errors import ApiError
+from ramet.api.server.idempotency import Idempotency
 from ramet.api.server.settings import Settings
 from ramet.engine.async_work import Work
 
@@ -16,6 +19,8 @@ class Tenant:
 
     def __init__(self, name: str, settings: Settings) -> None:
         self.name = name
+        self.branches = BranchStore()
+        self.idempotency = Idempotency(time.time)
         self._settings = settings
         # What each request is doing, by request id: a client may choose one, and use it twice.
         self._running: dict[str, list[list[Work[Any]]]] = {}
@@ -59,6 +64,9 @@ class Tenants:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._tenants: dict[str, Tenant] = {}
+
+    def __iter__(self) -> Iterator[Tenant]:
+        return iter(list(self._tenants.values()))
 
     def get(self, name: str) -> Tenant:
         if name not in self._tenants:

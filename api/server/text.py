@@ -105,6 +105,10 @@ class Text:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
+    def preview(self, token_ids: Sequence[int]) -> str:
+        """A few tokens as a text, if there is one."""
+        return "" if self._tokenizer is None else self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
     # -- single tokens -------------------------------------------------------------------------------
 
     def token_bytes(self, token_id: int) -> bytes:

@@ -373,7 +373,8 @@ def test_a_tenant_has_a_limit_and_others_do_not_feel_it(serve: Serve) -> None:
     first, other = ({"authorization": f"Bearer {key}"} for key in keys)
     body = {"prompt": "a", "max_tokens": 3000, "stream": True}
     with server.http.stream("POST", PATH, json=body, headers=first) as stream:
-        next(stream.iter_lines())
+        lines = stream.iter_lines()  # kept: without it the connection would be closed
+        next(lines)
         refused = server.post(PATH, {"prompt": "a"}, headers=first)
         error = error_of(refused, 429)
         assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
