@@ -12,8 +12,8 @@ import pytest
 from ramet import LLM
 from ramet.api.server import branch_store
 from ramet.testing import ScriptedModel
-from tests.api.server.conftest import END, LETTERS, Serve, Serving, Steps, byte_tokenizer, error_of, make_llm
 from tests.api.server.test_sse import send
+from tests.api.serving import END, LETTERS, Serve, Serving, Steps, byte_tokenizer, error_of, make_llm
 
 HI = [{"role": "user", "content": "hi"}]
 

@@ -8,8 +8,8 @@ import pytest
 
 from ramet import LLM
 from ramet.testing import ScriptedModel
-from tests.api.server.conftest import END, LETTERS, Serve, Serving, byte_tokenizer, error_of, make_llm
 from tests.api.server.test_completions import events
+from tests.api.serving import END, LETTERS, Serve, Serving, byte_tokenizer, error_of, make_llm
 
 PATH = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ramet import LLM
-from tests.api.server.conftest import END, LETTERS, Serve, Serving, Steps, byte_tokenizer, error_of, make_llm
+from tests.api.serving import END, LETTERS, Serve, Serving, Steps, byte_tokenizer, error_of, make_llm
 
 PATH = "/v1/completions"
 

@@ -11,8 +11,8 @@ import pytest
 
 from ramet.api.server import events
 from ramet.api.server.events import EventLog
-from tests.api.server.conftest import Serve
 from tests.api.server.test_branches import Api
+from tests.api.serving import Serve
 
 
 def parsed(text: str) -> list[tuple[int, str, dict[str, Any]]]:

@@ -11,7 +11,7 @@ import pytest
 
 from ramet.api.server import meta
 from ramet.api.server.log import JsonLines
-from tests.api.server.conftest import Serve, Serving, error_of
+from tests.api.serving import Serve, Serving, error_of
 
 KEY, OTHER = "sk-first-0001", "sk-other-0002"
 PATHS = ["/version", "/v1/models", "/metrics", "/openapi.json", "/docs", "/nowhere", "/v1/branches"]

@@ -12,8 +12,8 @@ from starlette.responses import Response
 from ramet.api.server import idempotency
 from ramet.api.server.errors import ApiError
 from ramet.api.server.idempotency import Idempotency
-from tests.api.server.conftest import Serve, Steps, error_of, make_llm
 from tests.api.server.test_branches import Api, ok
+from tests.api.serving import Serve, Steps, error_of, make_llm
 
 
 def test_a_replay_is_the_first_answer(serve: Serve) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from ramet.api.server.leases import sweep
-from tests.api.server.conftest import Serve, Serving, error_of, make_llm
 from tests.api.server.test_branches import Api, ok
+from tests.api.serving import Serve, Serving, error_of, make_llm
 
 
 def at(server: Serving, now: float) -> None:

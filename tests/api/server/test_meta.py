@@ -9,7 +9,7 @@ import pytest
 import ramet
 from ramet import LLM
 from ramet.testing import ScriptedModel
-from tests.api.server.conftest import END, Serve, Serving, byte_tokenizer, error_of
+from tests.api.serving import END, Serve, Serving, byte_tokenizer, error_of
 
 
 def test_health_version_and_models(shared: Serving) -> None:

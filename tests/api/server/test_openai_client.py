@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.api.server.conftest import LETTERS, Serve, Serving, make_llm
+from tests.api.serving import LETTERS, Serve, Serving, make_llm
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 

@@ -15,8 +15,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from tests.api.server.conftest import Serve, Serving, Steps, error_of, make_llm
 from tests.api.server.test_sse import send
+from tests.api.serving import Serve, Serving, Steps, error_of, make_llm
 
 PATH = "/v1/completions"
 

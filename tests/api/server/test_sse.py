@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.api.server.conftest import Serve, Serving, Steps, make_llm
+from tests.api.serving import Serve, Serving, Steps, make_llm
 
 
 def send(server: Serving, path: str, body: dict[str, Any]) -> socket.socket:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import httpx2
-import pytest
 from tokenizers import Tokenizer as Backend, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -17,7 +16,7 @@ from ramet import LLM, AsyncLLM
 from ramet.api.server.auth import Keys, load_keys
 from ramet.api.server.run import Server, make_server
 from ramet.api.server.settings import Settings
-from ramet.testing import ScriptedModel, check_idle, check_invariants
+from ramet.testing import ScriptedModel, check_invariants
 
 TEMPLATE = """\
 {%- for m in messages -%}
@@ -127,34 +126,10 @@ class Serving:
 Serve = Callable[..., Serving]
 
 
-def _serving(llm: LLM | None, keys: tuple[str, ...], settings: dict[str, Any]) -> Serving:
+def serving(llm: LLM | None, keys: tuple[str, ...], settings: dict[str, Any]) -> Serving:
     known = load_keys(keys, None)
     values = {"port": 0, "model_names": ("m",), "has_keys": bool(keys), "shutdown_timeout": 5.0, **settings}
     return Serving(llm or make_llm(), Settings(**values), known)
-
-
-@pytest.fixture
-def serve() -> Iterator[Serve]:
-    """Servers that are stopped at the end, when nothing may be left in their engines."""
-    running: list[Serving] = []
-
-    def start(llm: LLM | None = None, *, keys: tuple[str, ...] = (), **settings: Any) -> Serving:
-        running.append(_serving(llm, keys, settings))
-        return running[-1]
-
-    yield start
-    for one in running:
-        one.stop()
-        check_idle(one.llm)
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Serving]:
-    """One server for tests that leave nothing behind."""
-    serving = _serving(None, (), {})
-    yield serving
-    serving.stop()
-    check_idle(serving.llm)
 
 
 def error_of(response: httpx2.Response, status: int) -> dict[str, Any]:
