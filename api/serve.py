@@ -11,6 +11,11 @@ import typer
 from ramet.api.options import Dtype
 
 
+class MetricsCompat(StrEnum):
+    none = "none"
+    vllm = "vllm"
+
+
 class CacheScope(StrEnum):
     tenant = "tenant"
     global_ = "global"
@@ -49,6 +54,9 @@ def serve(
     cache_scope: Annotated[
         CacheScope, typer.Option(help="global: tenants share cached prefixes, and can tell.")
     ] = CacheScope.tenant,
+    metrics_compat: Annotated[
+        MetricsCompat, typer.Option(help="vllm: /metrics has vLLM's names as well.")
+    ] = MetricsCompat.none,
     open_metrics: Annotated[bool, typer.Option("--open-metrics", help="/metrics needs no key.")] = False,
     max_concurrent_requests: Annotated[int, typer.Option(help="Of one tenant; more get a 429.")] = 256,
     max_body_bytes: Annotated[int, typer.Option(help="A longer request is refused.")] = 16 << 20,
@@ -101,6 +109,7 @@ def serve(
         branch_ttl=branch_ttl,
         max_pinned_ratio=max_pinned_ratio,
         shutdown_timeout=shutdown_timeout,
+        vllm_metrics=metrics_compat is MetricsCompat.vllm,
         docs=not disable_docs,
     )
     engine: dict[str, Any] = {

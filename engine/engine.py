@@ -34,7 +34,8 @@ class Stats:
     pages: PageStats
     num_steps: int
     num_computed_tokens: int  # tokens that went through the model
-    num_cached_tokens: int  # prompt tokens that did not have to
+    num_prompt_tokens: int  # of prompts, each counted when it was first admitted
+    num_cached_tokens: int  # those of them that were found in the cache
     num_generated_tokens: int
     num_preemptions: int
     num_parked_idle: int  # idle branches that gave up their blocks
@@ -368,6 +369,7 @@ class Engine:
             pages=page_stats(self.cache, cursors),
             num_steps=self.num_steps,
             num_computed_tokens=self.num_computed_tokens,
+            num_prompt_tokens=scheduler.num_prompt_tokens,
             num_cached_tokens=scheduler.num_cached_tokens,
             num_generated_tokens=self.num_generated_tokens,
             num_preemptions=scheduler.num_preemptions,

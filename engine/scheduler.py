@@ -70,7 +70,8 @@ class Scheduler:
         self.refused: list[tuple[Sequence, OutOfCapacity]] = []  # can never fit; the engine tells them
         self.complete: list[Sequence] = []  # had nothing to compute: all of it was cached
         self.gate: Gate | None = None  # a benchmark's: who may start, beside what the pages say
-        self.num_cached_tokens = 0  # of prompts, at their first admission
+        self.num_prompt_tokens = 0  # of all prompts, at their first admission
+        self.num_cached_tokens = 0  # those of them that were found in the cache
         self.num_preemptions = 0
         self.num_parked_idle = 0
 
@@ -256,6 +257,7 @@ class Scheduler:
                 # The last token of a prompt always runs, so that there are logits.
                 sequence.num_cached_tokens = min(cursor.length, len(tokens) // TOKEN_BYTES - 1)
                 self.num_cached_tokens += sequence.num_cached_tokens
+                self.num_prompt_tokens += len(tokens) // TOKEN_BYTES
         sequence.live_cursor.keep_row()
         assert sequence.run is not None, "a waiting sequence has a run"
         sequence.run.admitted(sequence)

@@ -28,6 +28,7 @@ LOWEST = -9999.0  # stands for minus infinity, which JSON has not
 class Answer(ABC):
     """One request's answer while it grows."""
 
+    endpoint: str
     id_prefix: str
     whole_object: str
     chunk_object: str
@@ -174,11 +175,13 @@ async def respond(request: Request, answer: Answer, work: Work[list[Output]], he
 async def _events(answer: Answer, work: Work[list[Output]], request_id: str) -> AsyncGenerator[bytes]:
     options = answer.body.stream_options
     continuous = options is not None and bool(options.continuous_usage_stats)
+    timer = answer.state.metrics.timer(answer.endpoint)
     try:
         for choice in answer.opening():
             yield event(answer.envelope([choice], answer.usage() if continuous else None))
         while deltas := await work.read():
             parts = []
+            timer.tokens(max(len(delta.token_ids) for delta in deltas))
             for delta in deltas:
                 if (choice_part := answer.part(delta)) is not None:
                     usage = answer.usage() if continuous else None

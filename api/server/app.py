@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from ramet.api.server import branches, meta, openai
+from ramet.api.server import branches, meta, openai, scrape
 from ramet.api.server.auth import Keys
 from ramet.api.server.errors import as_api_error
 from ramet.api.server.gate import Gate
@@ -45,7 +45,7 @@ def create_app(engine: AsyncLLM, settings: Settings, keys: Keys | None = None) -
     app.add_exception_handler(HTTPException, _show)
     app.add_exception_handler(RequestValidationError, _show)
     app.add_exception_handler(RametError, _show)
-    for module in (meta, openai, branches):
+    for module in (meta, openai, branches, scrape):
         app.include_router(module.router)
     return app
 

@@ -27,6 +27,7 @@ from ramet.engine.outputs import Choice, Delta
 from ramet.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 
 _MAX_UNREAD = 256
+_ENDPOINT = "/v1/branches/{branch_id}/generate"
 _OF_PROMPTS = ("prompt_logprobs",)  # fields that say nothing on a branch
 
 
@@ -91,6 +92,7 @@ class Generating:
                 state.spawn(branch.prune())
             else:
                 register(self.context.store, child)
+                state.metrics.forks.inc()
 
     def target(self, index: int) -> Entry:
         """The branch that a choice goes to."""
@@ -149,8 +151,14 @@ class Generating:
         await self._held.aclose()
         if abandoned:
             for child in self.children:
-                self.context.store.remove(child, "pruned")
-                await child.branch.prune()
+                await self.abandon(child)
+
+    async def abandon(self, child: Entry) -> None:
+        """Let go of a child that nobody will hear of."""
+        if not child.gone:
+            self.context.store.remove(child, "pruned")
+            self.context.state.metrics.prunes.labels("abandoned").inc()
+        await child.branch.prune()
 
 
 def _params_of(body: GenerateRequest) -> list[SamplingParams]:
@@ -258,7 +266,9 @@ class _Told:
         yield DONE
 
     async def _parts(self) -> AsyncGenerator[bytes]:
+        timer = self._generating.context.state.metrics.timer(_ENDPOINT)
         while deltas := await self._work.read():
+            timer.tokens(max(len(delta.token_ids) for delta in deltas))
             for delta in deltas:
                 choice = self._choices[delta.index]
                 _grow(choice, delta)
@@ -292,8 +302,7 @@ class _Told:
         await generating.end(abandoned=False)
         for child, choice in zip(generating.children, self._choices, strict=True):
             if choice.finish_reason is None:
-                generating.context.store.remove(child, "pruned")
-                await child.branch.prune()
+                await generating.abandon(child)
 
 
 def _grow(choice: Choice, delta: Delta) -> None:

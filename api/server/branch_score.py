@@ -34,6 +34,7 @@ async def score(context: Context, entry: Entry, body: ScoreRequest) -> dict[str,
     position = len(entry.branch)
     scores = await entry.branch.score([*many, *named], suffix=suffix)
     await leases.use(state, entry)
+    state.metrics.score_candidates.inc(len(scores))
     first = scores[: len(many)]
     answer: dict[str, Any] = {"object": "branch.score", "branch_id": entry.id, "position": position}
     answer["scores"] = [

@@ -102,6 +102,7 @@ async def _fork(context: Context, entry: Entry, n: int, at: object, body: Settab
     children = [child_of(state, entry, branch, len(branch)) for branch in branches]
     await _settle(context, children, body)
     await leases.use(state, entry)
+    state.metrics.forks.inc(n)
     return children
 
 
@@ -230,7 +231,7 @@ async def promote(context: Context, entry: Entry, body: PromoteRequest) -> dict[
         for one in entry.tree.branches.values()
         if ancestor in one.path and one.id not in kept and entry.id not in one.path
     ]
-    freed = await _prune(context, losers)
+    freed = await _prune(context, losers, "promote")
     entry.tree.events.add("branch.promoted", {"branch_id": entry.id, "pruned": len(losers)})
     shown = await show_branch(context.state, entry)
     return {"object": "branch.promotion", "branch": shown, **freed}
@@ -239,19 +240,21 @@ async def promote(context: Context, entry: Entry, body: PromoteRequest) -> dict[
 async def delete(context: Context, entry: Entry, scope: str) -> dict[str, Any]:
     """Let go of a branch, or of all that grew from it as well."""
     if scope == "subtree":
-        freed = await _prune(context, context.store.family(entry))
+        freed = await _prune(context, context.store.family(entry), "explicit")
     else:
         context.store.remove(entry, "pruned")
+        context.state.metrics.prunes.labels("explicit").inc()
         freed = _freed(context, 1, await entry.branch.release())
     return {"id": entry.id, "object": "branch", "deleted": True, **freed}
 
 
 async def delete_tree(context: Context, tree: Tree) -> dict[str, Any]:
-    freed = await _prune(context, list(tree.branches.values()))
+    freed = await _prune(context, list(tree.branches.values()), "explicit")
     return {"id": tree.id, "object": "tree", "deleted": True, **freed}
 
 
-async def _prune(context: Context, entries: list[Entry]) -> dict[str, Any]:
+async def _prune(context: Context, entries: list[Entry], reason: str) -> dict[str, Any]:
+    context.state.metrics.prunes.labels(reason).inc(len(entries))
     for entry in entries:
         context.store.remove(entry, "pruned")
     freed = 0
@@ -279,6 +282,7 @@ async def patch(context: Context, entry: Entry, body: PatchRequest) -> dict[str,
 
 async def cancel(context: Context, entry: Entry) -> dict[str, Any]:
     """End what is generated now, of this branch or from it; tokens so far are kept."""
+    context.state.metrics.cancelled(1)
     if entry.work is not None:
         await entry.work.cancel()
     else:

@@ -49,6 +49,7 @@ class ChatAnswer(Answer):
     """`n` messages after one conversation."""
 
     body: ChatRequest
+    endpoint = "/v1/chat/completions"
     id_prefix = "chatcmpl-"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"

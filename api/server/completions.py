@@ -44,6 +44,7 @@ class CompletionAnswer(Answer):
     """Choices in the order of the prompts, `n` for each."""
 
     body: CompletionRequest
+    endpoint = "/v1/completions"
     id_prefix = "cmpl-"
     whole_object = chunk_object = "text_completion"
 

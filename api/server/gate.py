@@ -56,13 +56,17 @@ class Gate:
                 raise  # the answer has begun: all that is left is to cut it off
             await _respond(INTERNAL, scope, receive, tagged)
         finally:
+            if scope["state"].get("client_gone"):
+                status = 499
+            seconds = time.perf_counter() - start
+            self.state.metrics.answered(_endpoint(scope), status, seconds)
             log.info(
                 "request",
                 request_id=request_id,
                 method=scope["method"],
                 path=scope["path"],
                 status=status,
-                ms=round(1000 * (time.perf_counter() - start), 1),
+                ms=round(1000 * seconds, 1),
             )
 
     async def _admit(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
@@ -112,6 +116,12 @@ def _is_local_name(host: bytes) -> bool:
     except ValueError:
         return False
     return name is not None and is_loopback(name)
+
+
+def _endpoint(scope: Scope) -> str:
+    """The path's pattern, of which there are few; what matches none is one."""
+    path = getattr(scope.get("route"), "path", None)
+    return path if isinstance(path, str) else "other"
 
 
 async def _respond(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:

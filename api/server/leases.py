@@ -74,6 +74,7 @@ async def sweep(state: State, store: BranchStore) -> None:
     for entry in store.entries():
         if entry.expires_at <= now and entry.work is None:
             store.remove(entry, "expired")
+            state.metrics.prunes.labels("expired").inc()
             await entry.branch.release()
         elif entry.lease_ends_at is not None and entry.lease_ends_at <= now and entry.pin != "hard":
             entry.lease_ends_at = None

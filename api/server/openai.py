@@ -80,6 +80,7 @@ async def render(body: ChatRequest, request: Request) -> dict[str, Any]:
 async def cancel(request_id: str, request: Request) -> dict[str, Any]:
     """End what runs under the x-request-id that this client sent or was given; tokens so far are kept."""
     count = await tenant_of(request).cancel(request_id)
+    state_of(request).metrics.cancelled(count)
     if not count:
         raise not_found("request", request_id)
     return {"id": request_id, "object": "request", "cancelled": count}

@@ -28,6 +28,7 @@ class Settings:
         branch_ttl: seconds after its last use that a branch is let go of.
         max_pinned_ratio: the part of all blocks that pinned branches may hold.
         shutdown_timeout: seconds that running requests have to end when the server is stopped.
+        vllm_metrics: whether /metrics has the names of vLLM's as well.
         docs: whether /docs and /openapi.json are there.
     """
 
@@ -42,6 +43,7 @@ class Settings:
     branch_ttl: float = 86_400.0
     max_pinned_ratio: float = 0.0
     shutdown_timeout: float = 30.0
+    vllm_metrics: bool = False
     docs: bool = True
 
     def __post_init__(self) -> None:

@@ -65,7 +65,7 @@ class EventStream(Response):
         try:
             await _unless_gone(receive, self._send(send))
         except ClientGone:
-            pass  # nobody is left to be told
+            scope["state"]["client_gone"] = True  # nobody else is left to be told
         finally:
             self._close()
 

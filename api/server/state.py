@@ -13,6 +13,7 @@ from ramet.api.server import log
 from ramet.api.server.auth import Keys
 from ramet.api.server.branch_store import BranchStore
 from ramet.api.server.errors import ApiError, of_engine
+from ramet.api.server.metrics import Metrics
 from ramet.api.server.settings import Settings
 from ramet.api.server.tenants import Tenant, Tenants
 from ramet.api.server.text import Text
@@ -30,6 +31,7 @@ class State:
         self.keys = keys
         self.tenants = Tenants(settings)
         self.text = Text(engine)
+        self.metrics = Metrics(settings.model_names[0], vllm_names=settings.vllm_metrics)
         self.started_at = int(time.time())
         self.clock: Callable[[], float] = time.time
         self._tasks: set[asyncio.Task[Any]] = set()
