@@ -28,6 +28,7 @@ class Bench(StrEnum):
     memory = "memory"
     cpu = "cpu"
     throughput = "throughput"
+    serve = "serve"
 
 
 Model = Annotated[
@@ -260,6 +261,7 @@ def bench(
     memory     waste and residents of paging, beside contiguous memory
     cpu        nine workloads on this CPU, beside transformers and llama.cpp; 15 minutes
     throughput tokens a second at one latency, paged and reserved; some minutes
+    serve      HTTP beside the same work in process; some minutes
 
     A bench that ran exits with 0, whatever it found: the targets say whether the numbers are good.
 
@@ -301,3 +303,7 @@ def _measure(name: Bench, device: str, plot: Path | None) -> Report:
             from ramet.api import bench_throughput
 
             return bench_throughput.run()
+        case Bench.serve:
+            from ramet.api import bench_serve
+
+            return bench_serve.run()
