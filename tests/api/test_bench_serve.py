@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import httpx2
 import pytest
 
 from ramet.api import bench_serve
@@ -51,7 +52,7 @@ def test_the_same_tokens_over_http_and_in_process(serve: Serve) -> None:
         bench_serve._in_process(tiny("W3", 1), make_llm())
 
         async def outside() -> None:
-            async with bench_serve.httpx2.AsyncClient(base_url=server.url) as http:
+            async with httpx2.AsyncClient(base_url=server.url) as http:
                 await bench_serve._over_http(tiny("W3", 1), http)
 
         asyncio.run(outside())
