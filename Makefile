@@ -23,7 +23,7 @@ AROUND    := tests $(foreach folder,examples benchmarks,$(if $(wildcard $(folder
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv model demo test test-models lint bench clean
+.PHONY: help venv model demo test test-models test-clients lint bench clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,6 +45,9 @@ test-models: .venv-models-oldest/.installed .venv-models-newest/.installed  ## T
 	  exit 1; \
 	done
 
+test-clients: $(MODEL)  ## Let other people's clients talk to a real server, each in an environment of its own
+	$(BIN)/python tests/clients/run.py $(CLIENTS)
+
 lint: $(DEPS)  ## Check style (ruff), types (mypy strict) and layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -58,7 +61,7 @@ bench: $(DEPS)  ## Run the benchmarks: radix, attention on the CPU, memory
 	$(BIN)/ramet bench memory
 
 clean:  ## Remove .venv, build products and caches
-	rm -rf $(VENV) .venv-models-oldest .venv-models-newest build dist ramet.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-models-oldest .venv-models-newest .venv-clients build dist ramet.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find api engine kernels radix ramet $(AROUND) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(DEPS): pyproject.toml

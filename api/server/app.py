@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from ramet.api.server import branches, meta, openai, scrape
+from ramet.api.server import branches, docs, meta, openai, scrape
 from ramet.api.server.auth import Keys
 from ramet.api.server.errors import as_api_error
 from ramet.api.server.gate import Gate
@@ -37,7 +37,7 @@ def create_app(engine: AsyncLLM, settings: Settings, keys: Keys | None = None) -
         version=version("ramet"),
         lifespan=lifespan,
         openapi_url="/openapi.json" if settings.docs else None,
-        docs_url=None,  # it would load scripts from elsewhere
+        docs_url=None,  # fastapi's would load scripts from elsewhere; see docs.py
         redoc_url=None,
     )
     app.state.ramet = state
@@ -47,6 +47,8 @@ def create_app(engine: AsyncLLM, settings: Settings, keys: Keys | None = None) -
     app.add_exception_handler(RametError, _show)
     for module in (meta, openai, branches, scrape):
         app.include_router(module.router)
+    if settings.docs:
+        app.include_router(docs.router)
     return app
 
 

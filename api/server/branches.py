@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Coroutine
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Query, Request
@@ -40,6 +41,7 @@ from ramet.engine.sampling_params import MAX_CHOICES
 
 router = APIRouter(route_class=StrictRoute)
 _MAX_LISTED = 100
+T = TypeVar("T")
 Thing = TypeVar("Thing", branch_store.Entry, branch_store.Tree)
 _Limit = Annotated[int, Query(ge=1, le=_MAX_LISTED)]
 _Order = Annotated[Literal["asc", "desc"], Query()]
@@ -49,10 +51,18 @@ def _context(request: Request) -> Context:
     return Context(state_of(request), tenant_of(request), request_id_of(request))
 
 
+async def _run(
+    context: Context, request: Request, verb: Callable[..., Coroutine[Any, Any, T]], *arguments: Any
+) -> T:
+    """Do what may take a while, as one of the tenant's running requests, unless the client goes away."""
+    with context.tenant.running(context.request_id):
+        return await unless_gone(request, verb(context, *arguments))
+
+
 @router.post("/v1/branches", status_code=201, response_model=None)
 async def create(body: CreateRequest, request: Request) -> Response:
     """A branch at the end of messages, a text, token ids, or a position of another branch."""
-    shown = await unless_gone(request, verbs.create(_context(request), body))
+    shown = await _run(_context(request), request, verbs.create, body)
     return JsonResponse(shown, 201)
 
 
@@ -141,7 +151,7 @@ async def fork(branch_id: str, body: ForkRequest, request: Request) -> Response:
 async def extend(branch_id: str, body: ExtendRequest, request: Request) -> dict[str, Any]:
     """Append tokens, a text (a tool's result, say), or messages through the chat template."""
     context = _context(request)
-    return await unless_gone(request, verbs.extend(context, context.store.get(branch_id), body))
+    return await _run(context, request, verbs.extend, context.store.get(branch_id), body)
 
 
 @router.post("/v1/branches/{branch_id}/generate", response_model=None)
@@ -161,14 +171,14 @@ async def generate(branch_id: str, body: GenerateRequest, request: Request) -> R
 async def score(branch_id: str, body: ScoreRequest, request: Request) -> dict[str, Any]:
     """How likely several continuations are; the branch does not change."""
     context = _context(request)
-    return await unless_gone(request, score_branch(context, context.store.get(branch_id), body))
+    return await _run(context, request, score_branch, context.store.get(branch_id), body)
 
 
 @router.post("/v1/branches/{branch_id}/truncate")
 async def truncate(branch_id: str, body: TruncateRequest, request: Request) -> dict[str, Any]:
     """Move the branch's own head back; to keep it as well, fork at that position instead."""
     context = _context(request)
-    return await unless_gone(request, verbs.truncate(context, context.store.get(branch_id), body))
+    return await _run(context, request, verbs.truncate, context.store.get(branch_id), body)
 
 
 @router.post("/v1/branches/{branch_id}/promote")

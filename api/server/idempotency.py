@@ -17,7 +17,7 @@ from ramet.api.server.errors import ApiError, invalid
 
 KEPT_S = 600.0
 _MOST = 1024
-_MAX_BYTES = 1 << 20  # of an answer that is kept
+_MOST_BYTES = 64 << 20  # of all answers that are kept
 _MAX_KEY = 255
 
 
@@ -26,6 +26,11 @@ class _Kept:
     request: bytes  # a digest of what was asked
     at: float
     answer: asyncio.Future[Response | None]  # None: nothing that could be kept
+
+    @property
+    def num_bytes(self) -> int:
+        answer = self.answer.result()
+        return 0 if answer is None else len(answer.body)
 
 
 class Idempotency:
@@ -57,7 +62,7 @@ class Idempotency:
         try:
             response = await act()
             # What may turn out otherwise the next time is done again.
-            if response.status_code < 429 and len(getattr(response, "body", b"")) <= _MAX_BYTES:
+            if response.status_code < 429:
                 answer = response
             return response
         finally:
@@ -66,8 +71,12 @@ class Idempotency:
             kept.answer.set_result(answer)
 
     def _forget_old(self) -> None:
-        while self._kept:
-            key, kept = next(iter(self._kept.items()))
-            if not kept.answer.done() or (len(self._kept) < _MOST and kept.at > self._clock() - KEPT_S):
+        """What is too old goes, and then the oldest, while there is too much; nothing that still runs."""
+        done = [(key, kept) for key, kept in self._kept.items() if kept.answer.done()]
+        num_bytes = sum(kept.num_bytes for _, kept in done)
+        for key, kept in done:
+            too_many = len(self._kept) >= _MOST or num_bytes > _MOST_BYTES
+            if not too_many and kept.at > self._clock() - KEPT_S:
                 return
             del self._kept[key]
+            num_bytes -= kept.num_bytes

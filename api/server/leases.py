@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+from ramet.api.server import log
 from ramet.api.server.branch_schemas import Lease, Settable
 from ramet.api.server.branch_store import BranchStore, Entry
-from ramet.api.server.errors import ApiError
+from ramet.api.server.errors import ApiError, of_engine
 from ramet.api.server.state import State
 from ramet.engine.errors import BranchReleased, InvalidInput
 from ramet.engine.sequence import Hold
@@ -62,10 +63,14 @@ async def _check_budget(state: State, entry: Entry) -> None:
 
 async def sweep_for_ever(state: State) -> None:
     """End what has come to its end, twice a second."""
-    while True:
+    while state.engine.is_running:
         await asyncio.sleep(SWEEP_S)
         for store in state.stores():
-            await sweep(state, store)
+            try:
+                await sweep(state, store)
+            except Exception as error:
+                if of_engine(error) is None:
+                    log.error("a bug", error)  # the others' clocks go on
 
 
 async def sweep(state: State, store: BranchStore) -> None:
