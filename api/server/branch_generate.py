@@ -44,6 +44,7 @@ class Generating:
         if not self.into_children and self.params[0].n != 1:
             raise invalid("n", 'needs into to be "children"', code="n_requires_children")
         self.start = 0
+        self.resident = 0
         self.children: list[Entry] = []
         self._ended = False
         self._held = AsyncExitStack()
@@ -59,6 +60,7 @@ class Generating:
         works = self._held.enter_context(self.context.tenant.running(self.context.request_id))
         await self._held.enter_async_context(entry.turn())
         check_position(entry, self.body.expect_position)
+        entry.check_mark(self.body.checkpoint)
         self.start = len(entry.branch)
         if self.into_children:
             store.check_room(entry.tree, self.num_choices)
@@ -66,6 +68,7 @@ class Generating:
         most = self.context.state.engine.config.max_tokens
         entry.tree.check_tokens(sum(min(one.max_tokens or 0, most) * one.n for one in self.params))
         max_unread = _MAX_UNREAD if read else None
+        looking = asyncio.ensure_future(self.context.state.engine.look([entry.branch]))
         if self.into_children:
             params = self.params if self.body.params is not None else self.params[0]
             work: Work[Any] = entry.branch.start_expand(params=params, max_unread=max_unread, born=self._born)
@@ -75,6 +78,7 @@ class Generating:
         works.append(work)
         await work.started()
         entry.work = work
+        self.resident = (await looking)[0].resident_tokens  # at one go with the start, between two steps
         entry.tree.events.add("branch.generating", {"branch_id": entry.id, "n": self.num_choices})
         return work
 
@@ -141,7 +145,10 @@ class Generating:
             "prompt_tokens": self.start,
             "completion_tokens": num_generated,
             "total_tokens": self.start + num_generated,
-            "prompt_tokens_details": {"cached_tokens": self.start, "cache_write_tokens": 0},
+            "prompt_tokens_details": {
+                "cached_tokens": self.resident,
+                "cache_write_tokens": self.start - self.resident,
+            },
         }
 
     async def end(self, *, abandoned: bool) -> None:

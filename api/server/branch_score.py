@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from typing import Any
 
@@ -32,7 +33,10 @@ async def score(context: Context, entry: Entry, body: ScoreRequest) -> dict[str,
             raise invalid(f"next_token_candidates.{index}", limit)
     suffix = None if body.suffix is None else await _tokens(context, body.suffix, "suffix")
     position = len(entry.branch)
-    scores = await entry.branch.score([*many, *named], suffix=suffix)
+    looks, scores = await asyncio.gather(
+        state.engine.look([entry.branch]), entry.branch.score([*many, *named], suffix=suffix)
+    )
+    resident = looks[0].resident_tokens
     await leases.use(state, entry)
     state.metrics.score_candidates.inc(len(scores))
     first = scores[: len(many)]
@@ -56,7 +60,10 @@ async def score(context: Context, entry: Entry, body: ScoreRequest) -> dict[str,
         "prompt_tokens": num_prompt,
         "completion_tokens": 0,
         "total_tokens": num_prompt,
-        "prompt_tokens_details": {"cached_tokens": position, "cache_write_tokens": 0},
+        "prompt_tokens_details": {
+            "cached_tokens": min(resident, position),
+            "cache_write_tokens": max(0, position - resident),
+        },
     }
     return answer
 

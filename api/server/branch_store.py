@@ -73,13 +73,17 @@ class Entry:
         if body.annotations is not None:
             self.annotations = {**self.annotations, **body.annotations}
 
-    def mark(self, checkpoint: str | None) -> None:
-        """Name the position where the branch is now. Raises ApiError if it has too many names."""
-        if checkpoint is None:
-            return
-        if checkpoint not in self.checkpoints and len(self.checkpoints) >= MAX_CHECKPOINTS:
+    def check_mark(self, checkpoint: str | None) -> None:
+        """Raise ApiError if there would be too many names of positions."""
+        known = checkpoint is None or checkpoint in self.checkpoints
+        if not known and len(self.checkpoints) >= MAX_CHECKPOINTS:
             raise ApiError(400, f"a branch has at most {MAX_CHECKPOINTS} checkpoints", param="checkpoint")
-        self.checkpoints[checkpoint] = len(self.branch)
+
+    def mark(self, checkpoint: str | None) -> None:
+        """Name the position where the branch is now. Raises as `check_mark` does."""
+        self.check_mark(checkpoint)
+        if checkpoint is not None:
+            self.checkpoints[checkpoint] = len(self.branch)
 
     def cut(self, position: int) -> None:
         """Forget what is said of later positions."""

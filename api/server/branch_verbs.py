@@ -160,6 +160,7 @@ async def extend(context: Context, entry: Entry, body: ExtendRequest) -> dict[st
         raise invalid("return_logprobs", "needs the tokens to be computed: prefill must be eager")
     async with entry.turn():
         check_position(entry, body.expect_position)
+        entry.check_mark(body.checkpoint)
         branch, start = entry.branch, len(entry.branch)
         messages, how, exact = None, "delta", True
         if body.messages is not None:

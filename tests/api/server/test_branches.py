@@ -523,6 +523,17 @@ def test_extend_knows_the_logprobs_of_what_is_appended(api: Api) -> None:
     assert told["token_logprobs"] == pytest.approx(score["token_logprobs"])
 
 
+def test_checkpoints_are_bounded_before_anything_runs(api: Api) -> None:
+    root = api.create(prompt="a")["id"]
+    for index in range(63):  # and "prompt"
+        api.do(root, "extend", text="b", prefill="lazy", checkpoint=f"c{index}")
+    for verb, body in (("extend", {"text": "b"}), ("generate", {})):
+        assert api.fails(400, root, verb, checkpoint="more", **body)["param"] == "checkpoint"
+    assert api.get(root)["position"] == 64
+    api.do(root, "extend", text="b", checkpoint="c0")
+    assert api.get(root)["checkpoints"]["c0"] == 65
+
+
 def test_lists_have_pages(api: Api) -> None:
     root = api.create(prompt="a")["id"]
     kids = [one["id"] for one in api.do(root, "fork", n=5)["data"]]

@@ -26,7 +26,8 @@ def flood(server: Serving) -> None:
 def cached(api: Api, branch: str) -> int:
     """How many of a branch's tokens were there when it went on."""
     before = api.get(branch)["kv"]["resident_tokens"]
-    api.do(branch, "generate", max_tokens=1)
+    usage = api.do(branch, "generate", max_tokens=1)["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == before
     return int(before)
 
 
