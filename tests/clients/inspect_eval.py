@@ -29,10 +29,10 @@ with tempfile.TemporaryDirectory() as folder:
         display="none",
         **config.model_dump(exclude_none=True),
     )
-assert log.status == "success", log.error
-assert log.samples is not None and len(log.samples) == 2
-for sample in log.samples:
-    assert len(sample.output.choices) == 2
-    for choice in sample.output.choices:
-        assert choice.logprobs is not None and choice.logprobs.content
-        assert all(len(row.top_logprobs or ()) == 2 for row in choice.logprobs.content)
+    assert log.status == "success", log.error
+    assert log.samples is not None and len(log.samples) == 2
+    for sample in log.samples:
+        assert len(sample.output.choices) == 2
+        for choice in sample.output.choices:
+            assert choice.logprobs is not None and choice.logprobs.content
+            assert all(len(row.top_logprobs or ()) == 2 for row in choice.logprobs.content)
