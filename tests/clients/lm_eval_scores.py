@@ -41,7 +41,7 @@ def ask() -> list[tuple[float, bool]]:
     return found
 
 
-command = [own_python, Path(__file__).with_name("hf_scores.py")]
+command = [own_python, str(Path(__file__).with_name("hf_scores.py"))]
 done = subprocess.run(command, input=json.dumps(PAIRS), stdout=subprocess.PIPE, text=True, check=True)
 expected = json.loads(done.stdout.splitlines()[-1])
 completions = f"{url}/v1/completions"

@@ -59,7 +59,7 @@ def _python_for(script: Path) -> Path:
     if not (folder / ".installed").exists():
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
         if packages:
-            pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+            pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
             subprocess.run([*pip, *packages], check=True)
         (folder / ".installed").touch()
     return python

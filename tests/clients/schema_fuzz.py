@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-command = [Path(sys.executable).parent / "schemathesis", "run", f"{sys.argv[1]}/openapi.json"]
+command = [str(Path(sys.executable).parent / "schemathesis"), "run", f"{sys.argv[1]}/openapi.json"]
 options = ["--checks", "not_a_server_error", "--max-examples", "40", "--seed", "1", "--request-timeout", "60"]
 # The feed of a tree goes on for as long as somebody listens.
 done = subprocess.run([*command, *options, "--exclude-path-regex", ".*/events$"], check=False)
