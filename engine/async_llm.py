@@ -338,10 +338,7 @@ class AsyncBranch:
         """Begin to `expand`; see AsyncLLM.start. `born` gets the children before any of their tokens is read:
         it is called on the engine's thread, and only if there are any."""
 
-        def tell(children: list[Branch]) -> None:
-            if born is not None:
-                born(self._wrap(children))
-
+        tell = None if born is None else lambda children: born(self._wrap(children))
         operation = lambda: self._branch._expanding(n, params, settings, tell)  # noqa: E731
         return self.llm._start(operation, max_unread, self._wrap)
 

@@ -174,7 +174,7 @@ class Branch:
         n: int | None,
         params: Seq[SamplingParams] | SamplingParams | None,
         settings: dict[str, Any],
-        born: Callable[[list[Branch]], None] = lambda children: None,
+        born: Callable[[list[Branch]], None] | None = None,
     ) -> Operation[list[Branch]]:
         """`born` is told of the children as soon as they are there: the first to be done need not wait."""
         self._check_unused()
@@ -194,16 +194,15 @@ class Branch:
             child.output = generation.choice
             children.append(child)
         try:
-            born(children)
+            if born is not None:
+                born(children)
             yield generations
-        except GeneratorExit:  # whoever asked has left; what is complete may be in use
+        except BaseException as error:
+            # Whoever asked may just have left: then children that were told of, and are complete, are in use.
+            in_use = born is not None and isinstance(error, GeneratorExit)
             for child, generation in zip(children, generations, strict=True):
-                if not generation.finished:
+                if not (in_use and generation.finished):
                     child.prune()
-            raise
-        except BaseException:
-            for child in children:
-                child.prune()
             raise
         return children
 
