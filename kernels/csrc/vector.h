@@ -38,7 +38,7 @@ static inline halves narrow_all(floats numbers)
 /* exp of numbers up to 88, relative error below 2e-7; 0 below -87. Cephes' expf: 2^n times a polynomial. */
 static inline floats exp_all(floats x)
 {
-    floats zero = x - x;
+    const floats zero = {0};
     floats low = zero - 87.0f;
     bits is_low = (bits)(x < low);
     x = (floats)(((bits)x & ~is_low) | ((bits)low & is_low));
