@@ -71,7 +71,7 @@ def _built(folder: Path) -> Path:
 
 
 def _openmp_runtime() -> str:
-    """The OpenMP runtime that torch has loaded: with a second one, two teams of threads would fight for cores."""
+    """The OpenMP runtime that torch has loaded: with a second one, two teams would fight for the cores."""
     torch.get_num_threads()
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = line.split(maxsplit=5)[-1]
@@ -86,7 +86,9 @@ def _identity(compiler: str, runtime: str) -> str:
     for source in sorted(_SOURCES.iterdir()):
         known.update(source.name.encode() + source.read_bytes())
     # A cache directory may be shared by machines: the code is for this processor.
-    known.update("".join(sorted({s for s in _cpu_lines() if s.startswith(("flags", "Features", "model"))})).encode())
+    known.update(
+        "".join(sorted({s for s in _cpu_lines() if s.startswith(("flags", "Features", "model"))})).encode()
+    )
     return known.hexdigest()[:16]
 
 
