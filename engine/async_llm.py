@@ -166,6 +166,19 @@ class AsyncLLM:
         inner = [branch._branch for branch in branches]
         return await self._run(lambda: self._llm._stepping(inner, params, settings))
 
+    async def expand(
+        self,
+        branches: Seq[AsyncBranch],
+        n: int | None = None,
+        *,
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+        **settings: Any,
+    ) -> list[list[AsyncBranch]]:
+        """See LLM.expand."""
+        inner = [branch._branch for branch in branches]
+        families = await self._run(lambda: self._llm._expanding(inner, n, params, settings))
+        return [[AsyncBranch(self, child) for child in family] for family in families]
+
     async def stats(self) -> Stats:
         """See LLM.stats."""
         return await self._call(self._llm.stats)
