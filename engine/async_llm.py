@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 from ramet.engine.arguments import Prompt
 from ramet.engine.branch import Branch
+from ramet.engine.checks import checked_list
 from ramet.engine.engine import Stats
 from ramet.engine.errors import InvalidInput, RametError
 from ramet.engine.llm import LLM
@@ -163,7 +164,7 @@ class AsyncLLM:
         **settings: Any,
     ) -> list[Choice]:
         """See LLM.step."""
-        inner = [branch._branch for branch in branches]
+        inner = _inner(branches)
         return await self._run(lambda: self._llm._stepping(inner, params, settings))
 
     async def expand(
@@ -175,7 +176,7 @@ class AsyncLLM:
         **settings: Any,
     ) -> list[list[AsyncBranch]]:
         """See LLM.expand."""
-        inner = [branch._branch for branch in branches]
+        inner = _inner(branches)
         families = await self._run(lambda: self._llm._expanding(inner, n, params, settings))
         return [[AsyncBranch(self, child) for child in family] for family in families]
 
@@ -366,6 +367,12 @@ class AsyncBranch:
 
     def _wrap(self, branches: Iterable[Branch]) -> list[AsyncBranch]:
         return [AsyncBranch(self.llm, branch) for branch in branches]
+
+
+def _inner(branches: object) -> list[Branch]:
+    """The engine's own branches; what is none of ours is left for the engine to refuse."""
+    many = checked_list("branches", branches, "branches")
+    return [branch._branch if isinstance(branch, AsyncBranch) else branch for branch in many]
 
 
 def _resolve(future: Future[Any], value: Any) -> None:

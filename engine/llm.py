@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ramet.engine.arguments import Prompt, check_either, check_int32, params_of, params_of_each, prompts_of
 from ramet.engine.branch import Branch
+from ramet.engine.checks import check_bool, checked_list
 from ramet.engine.config import EngineConfig
 from ramet.engine.engine import Engine, Stats
 from ramet.engine.errors import InvalidInput
@@ -135,6 +136,7 @@ class LLM:
         many = [self.encode(prompt) for prompt in prompts_of(prompts)]
         each = params_of_each(params, settings, len(many))
         check_int32("priority", priority)
+        check_bool("cache", cache)
         requests: list[Request] = []
         try:
             for token_ids, own in zip(many, each, strict=True):
@@ -260,7 +262,7 @@ class LLM:
         params: SamplingParams | Seq[SamplingParams] | None,
         settings: dict[str, Any],
     ) -> Operation[list[Choice]]:
-        self._check_branches(branches)
+        branches = self._checked(branches)
         check_either(params, settings)
         if params is None:
             params = params_of(None, {"max_tokens": 1, **settings})
@@ -287,7 +289,7 @@ class LLM:
         params: SamplingParams | Seq[SamplingParams] | None,
         settings: dict[str, Any],
     ) -> Operation[list[list[Branch]]]:
-        self._check_branches(branches)
+        branches = self._checked(branches)
         each = params_of_each(params, settings, len(branches))
         return (
             yield from together(
@@ -331,11 +333,13 @@ class LLM:
 
     # -- checks --------------------------------------------------------------------------------------
 
-    def _check_branches(self, branches: Seq[Branch]) -> None:
-        if len(set(branches)) < len(branches):
-            raise InvalidInput("branches", "must not name a branch twice")
-        if any(branch.llm is not self for branch in branches):
+    def _checked(self, branches: object) -> list[Branch]:
+        many = checked_list("branches", branches, "branches")
+        if not all(isinstance(branch, Branch) and branch.llm is self for branch in many):
             raise InvalidInput("branches", "must be branches of this LLM")
+        if len(set(many)) < len(many):
+            raise InvalidInput("branches", "must not name a branch twice")
+        return many
 
     def encode(self, prompt: Prompt, field: str = "prompt", *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a prompt, checked. Raises InvalidInput, which names `field`."""

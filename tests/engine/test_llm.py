@@ -193,6 +193,7 @@ def test_a_released_branch_says_so(make_tiny: MakeLLM) -> None:
 
 
 def bad_calls(llm: Any, branch: Any) -> list[tuple[str, Callable[[], Any]]]:
+    wrong: Any
     return [
         ("prompt", lambda: llm.generate([[]])),
         ("prompt", lambda: llm.generate([[1, 2], []])),
@@ -202,6 +203,24 @@ def bad_calls(llm: Any, branch: Any) -> list[tuple[str, Callable[[], Any]]]:
         ("prompt", lambda: llm.generate([[1.5]])),
         ("prompt", lambda: llm.generate("text without a tokenizer")),
         ("prompt", lambda: llm.branch()),
+        *[("prompt", lambda wrong=wrong: llm.generate(wrong)) for wrong in (5, None, {1: 2}, b"ab")],
+        ("prompt", lambda: llm.branch(5)),
+        *[("text", lambda wrong=wrong: branch.extend(wrong)) for wrong in (5, None, {1: 2}, b"ab")],
+        *[("candidates", lambda wrong=wrong: branch.score(wrong)) for wrong in (5, None, [5], "a")],
+        *[
+            ("params", lambda verb=verb, wrong=wrong: verb(wrong))
+            for wrong in (5, [5], "a", {})
+            for verb in (
+                lambda params: llm.generate([1], params=params),
+                lambda params: llm.step([branch], params=params),
+                lambda params: llm.expand([branch], params=params),
+                lambda params: branch.generate(params=params),
+                lambda params: branch.expand(params=params),
+            )
+        ],
+        *[("branches", lambda wrong=wrong: llm.step(wrong)) for wrong in (5, None, [1], branch)],
+        *[("branches", lambda wrong=wrong: llm.expand(wrong)) for wrong in (5, None, [1], branch)],
+        ("cache", lambda: llm.generate([1], cache="no")),
         ("messages", lambda: llm.branch(messages=[{"role": "user", "content": "hi"}])),
         ("stop", lambda: llm.generate([1], stop="x")),
         ("stop_token_ids", lambda: llm.generate([1], stop_token_ids=[512])),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,7 @@ def test_switched_off(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapture
 
 
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(native.shutil, "which", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
     assert "no C compiler found (looked for cc, gcc, clang)" in why_not(caplog)
 
 
@@ -56,7 +57,7 @@ def test_a_compiler_that_fails(
     broken = tmp_path / "cc"
     broken.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho no room for cats >&2; exit 1\n')
     broken.chmod(0o755)
-    monkeypatch.setattr(native.shutil, "which", lambda name: str(broken))
+    monkeypatch.setattr(shutil, "which", lambda name: str(broken))
     assert "no room for cats" in why_not(caplog)
     assert not any((tmp_path / "ramet").iterdir()), "nothing half made stays"
 
