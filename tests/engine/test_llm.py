@@ -193,7 +193,8 @@ def test_a_released_branch_says_so(make_tiny: MakeLLM) -> None:
 
 
 def bad_calls(llm: Any, branch: Any) -> list[tuple[str, Callable[[], Any]]]:
-    wrong: Any
+    no_list: list[Any] = [5, None, {1: 2}, b"ab"]
+    no_params: list[Any] = [5, [5], "a", {}]
     return [
         ("prompt", lambda: llm.generate([[]])),
         ("prompt", lambda: llm.generate([[1, 2], []])),
@@ -203,13 +204,13 @@ def bad_calls(llm: Any, branch: Any) -> list[tuple[str, Callable[[], Any]]]:
         ("prompt", lambda: llm.generate([[1.5]])),
         ("prompt", lambda: llm.generate("text without a tokenizer")),
         ("prompt", lambda: llm.branch()),
-        *[("prompt", lambda wrong=wrong: llm.generate(wrong)) for wrong in (5, None, {1: 2}, b"ab")],
+        *[("prompt", lambda wrong=wrong: llm.generate(wrong)) for wrong in no_list],
         ("prompt", lambda: llm.branch(5)),
-        *[("text", lambda wrong=wrong: branch.extend(wrong)) for wrong in (5, None, {1: 2}, b"ab")],
+        *[("text", lambda wrong=wrong: branch.extend(wrong)) for wrong in no_list],
         *[("candidates", lambda wrong=wrong: branch.score(wrong)) for wrong in (5, None, [5], "a")],
         *[
             ("params", lambda verb=verb, wrong=wrong: verb(wrong))
-            for wrong in (5, [5], "a", {})
+            for wrong in no_params
             for verb in (
                 lambda params: llm.generate([1], params=params),
                 lambda params: llm.step([branch], params=params),
