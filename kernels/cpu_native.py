@@ -22,7 +22,6 @@ Int32s = npt.NDArray[np.int32]
 # What csrc/attention.h has room for.
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 MAX_TASK_QUERIES = 128
-MAX_FEW_SLOTS = 256
 
 # A stretch of KV is cut so that the cores share its work: into pieces of that many slots for a task of up to 64
 # queries, longer ones for more of them, which are cut by queries as well. It does not depend on what else the
@@ -162,7 +161,7 @@ class NativeAttention:
         self.pool = pool
         self._kernel = kernel
         self._plan = plan
-        self._slots = slots
+        self._slots = slots.copy()  # its address is kept
         first = plan.kv_lens - plan.query_lens - plan.query_starts[:-1]
         self._ends = np.arange(plan.num_tokens) + np.repeat(first, plan.query_lens) + 1  # [T]
         self._longest = int(plan.kv_lens.max())
@@ -179,9 +178,12 @@ class NativeAttention:
     ) -> torch.Tensor:
         """Write k, v [T, Hkv, D] of the tokens that have a slot, then attend with q [T, H, D]: out [T, H, D]."""
         pool = self.pool
+        num_tokens, num_heads, head_dim = q.shape
+        kv_shape = (num_tokens, pool.num_kv_heads, head_dim)
+        assert num_tokens == len(self._slots), "the batch is not the one that was planned"
+        assert k.shape == v.shape == kv_shape and head_dim == pool.head_dim, "the heads differ from the pool's"
         assert q.dtype == k.dtype == v.dtype == pool.dtype, "queries, keys, values and pool differ in dtype"
-        assert q.shape[0] == k.shape[0] == len(self._slots), "the batch is not the one that was planned"
-        assert k.shape[1:] == v.shape[1:] == (pool.num_kv_heads, pool.head_dim), "the heads differ from the pool's"
+        assert 0 <= layer < pool.num_layers, "the pool has no such layer"
         q_token, q_head, q_one = q.stride()
         k_token, k_head, k_one = k.stride()
         v_token, v_head, v_one = v.stride()
@@ -189,9 +191,12 @@ class NativeAttention:
         window = options.window
         if window is not None and window >= self._longest:
             window = None  # it cuts nothing off in this step
-        step = self._steps.get((q.shape[1], window)) or self._make_step(q.shape[1], window)
-        sinks = None if options.sinks is None else options.sinks.float().contiguous()
-        out = torch.empty(q.shape, dtype=q.dtype)
+        step = self._steps.get((num_heads, window)) or self._make_step(num_heads, window)
+        sinks = None
+        if options.sinks is not None:
+            sinks = options.sinks.float().contiguous()
+            assert sinks.shape == (num_heads,), "there is one sink a head"
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
         self._kernel(
             step[0],
             layer,

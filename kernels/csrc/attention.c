@@ -75,7 +75,7 @@ void ramet_attend(const Step *step, int64_t layer, const char *q, int64_t q_toke
                 .scale = scale,
                 .softcap = softcap,
             };
-            if (task->query1 - task->query0 <= MAX_FEW)
+            if (task->query1 - task->query0 <= MAX_FEW && task->num_slots <= MAX_FEW_SLOTS)
                 attend_few(&job);
             else
                 attend_many(&job);
