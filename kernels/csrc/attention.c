@@ -14,7 +14,7 @@ static void write_token(const Step *step, char *to, Heads from, int64_t token)
 }
 
 /* Softmax over the union of the parts of a token's query heads of one KV head, and of a sink if there are any:
- * with M the largest maximum, each part weighs exp(max - M). */
+ * with M the largest maximum, each part weighs 2^(max - M). */
 INLINE void merge(const Step *step, int64_t token, int64_t kv_head, const float *sinks, char *out, const int is_half)
 {
     int64_t head_dim = step->head_dim, group = step->group;
@@ -23,19 +23,19 @@ INLINE void merge(const Step *step, int64_t token, int64_t kv_head, const float 
     int64_t first = kv_head * step->num_parts;
     for (int64_t i = 0; i < group; i++) {
         int64_t head = kv_head * group + i;
-        float max = sinks ? sinks[head] : LOWEST, sum = 0;
+        float sink = sinks ? sinks[head] * LOG2_E : LOWEST, max = sink, sum = 0;
         for (int64_t p = 0; p < num_parts; p++)
             max = fmaxf(max, step->part_maxima[first + parts[p] + i]);
         floats sums[MAX_VECTORS] = {0};
         for (int64_t p = 0; p < num_parts; p++) {
             int64_t part = first + parts[p] + i;
-            float weight = expf(step->part_maxima[part] - max);
+            float weight = exp2f(step->part_maxima[part] - max);
             sum += weight * step->part_sums[part];
             for (int64_t v = 0; v < num_vectors(head_dim); v++)
                 sums[v] += weight * *(floats *)(step->part_outs + part * head_dim + vector_start(v, head_dim));
         }
         if (sinks)
-            sum += expf(sinks[head] - max);
+            sum += exp2f(sink - max);
         int64_t start = (token * step->num_kv_heads * group + head) * head_dim;
         for (int64_t v = 0; v < num_vectors(head_dim); v++)
             store(out, start + vector_start(v, head_dim), sums[v] / sum, is_half);
@@ -72,8 +72,8 @@ void ramet_attend(const Step *step, int64_t layer, const char *q, int64_t q_toke
                 .outs = step->part_outs + part * step->head_dim,
                 .maxima = step->part_maxima + part,
                 .sums = step->part_sums + part,
-                .scale = scale,
-                .softcap = softcap,
+                .scale = scale * LOG2_E,
+                .softcap = softcap * LOG2_E,
             };
             if (task->query1 - task->query0 <= MAX_FEW && task->num_slots <= MAX_FEW_SLOTS)
                 attend_few(&job);

@@ -72,7 +72,7 @@ static void weigh(const Job *job, int64_t query, float *scores)
     for (int i = 0; i < LANES; i++)
         max = maxima[i] > max ? maxima[i] : max;
     for (int64_t t = 0; t < rounded; t += LANES) {
-        floats weights = exp_all(*(floats *)(scores + t) - max);
+        floats weights = exp2_all(*(floats *)(scores + t) - max);
         *(floats *)(scores + t) = weights;
         sums += weights;
     }

@@ -154,14 +154,18 @@ static void hide(Lanes *lanes, int64_t first, int64_t num_slots)
 /* Scores to weights; what was summed before is scaled to the new maximum. Returns the scale. */
 static floats weigh(Lanes *lanes, int64_t num_slots)
 {
-    floats max = lanes->max, sum = all(0);
-    for (int64_t t = 0; t < num_slots; t++)
-        max = larger(max, lanes->scores[t]);
+    floats maxima[ROWS], max = lanes->max, sum = all(0);
+    memcpy(maxima, lanes->scores, sizeof maxima);
+    for (int64_t t = ROWS; t < num_slots; t += ROWS)
+        for (int r = 0; r < ROWS; r++)
+            maxima[r] = larger(maxima[r], lanes->scores[t + r]);
+    for (int r = 0; r < ROWS; r++)
+        max = larger(max, maxima[r]);
     for (int64_t t = 0; t < num_slots; t++) {
-        lanes->scores[t] = exp_all(lanes->scores[t] - max);
+        lanes->scores[t] = exp2_all(lanes->scores[t] - max);
         sum += lanes->scores[t];
     }
-    floats scale = exp_all(lanes->max - max);
+    floats scale = exp2_all(lanes->max - max);
     lanes->sum = lanes->sum * scale + sum;
     lanes->max = max;
     return scale;
@@ -208,12 +212,14 @@ INLINE void attend(const Job *job, const Scratch *scratch, Lanes *const lanes[WI
 INLINE void widen_tile(const char *numbers, const int64_t *where, float *tile, int64_t num_slots, int64_t head_dim,
                        int64_t stride, const int is_half)
 {
-    int64_t vectors = num_vectors(head_dim);
-    for (int64_t t = 0; t < num_slots; t++)
-        for (int64_t v = 0; v < vectors; v++) {
-            int64_t start = vector_start(v, head_dim);
-            *(floats *)(tile + t * stride + start) = load(numbers, where[t] + start, is_half);
-        }
+    for (int64_t t = 0; t < num_slots; t++) {
+        float *row = tile + t * stride;
+#pragma GCC unroll 4
+        for (int64_t d = 0; d + LANES <= head_dim; d += LANES)
+            *(floats *)(row + d) = load(numbers, where[t] + d, is_half);
+        if (stride > head_dim)
+            *(floats *)(row + head_dim - LANES) = load(numbers, where[t] + head_dim - LANES, is_half);
+    }
     for (; num_slots % ROWS; num_slots++)
         memset(tile + num_slots * stride, 0, stride * sizeof *tile);
 }
