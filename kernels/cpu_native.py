@@ -101,7 +101,7 @@ def stretches_of(plan: AttentionPlan, lows: IntArray) -> Stretches:
     start = np.concatenate([plan.private_block0, block0]) * size
     stop = np.concatenate([plan.kv_lens, block1 * size])
     # What no token sees is not read. An end must be an index, hence the last number.
-    first_seen = np.minimum.reduceat(np.append(lows, 0), np.stack([token0, token1], 1).ravel())[::2]
+    first_seen = np.minimum.reduceat(np.append(lows, 0), np.array([token0, token1]).T.ravel())[::2]
     start = np.maximum(start, first_seen)
     return Stretches(row, start, stop, token0, token1 - token0).select(start < stop)
 
@@ -117,7 +117,7 @@ def make_tasks(plan: AttentionPlan, stretches: Stretches, group: int) -> Tasks:
     num_blocks = block1 - block0
     blocks = np.fromiter(chain.from_iterable(ids), np.int32, count=int(num_blocks.sum()))
     # Where the id of position 0 would stand if all were there.
-    table0 = np.cumsum(num_blocks) - num_blocks - block0
+    table0 = num_blocks.cumsum() - num_blocks - block0
 
     longest = PIECE_SLOTS * -(-stretches.num_tokens * group // PIECE_QUERIES)
     piece_of, i = _parts_of(-(-(stretches.stop - stretches.start) // longest))
@@ -125,31 +125,33 @@ def make_tasks(plan: AttentionPlan, stretches: Stretches, group: int) -> Tasks:
     start = pieces.start + i * longest
     stop = np.minimum(start + longest, pieces.stop)
     num_queries = pieces.num_tokens * group
-    part0 = np.cumsum(num_queries) - num_queries
+    part0 = num_queries.cumsum() - num_queries
 
     num_groups = -(-num_queries // MAX_TASK_QUERIES)
     piece, i = _parts_of(num_groups)
     per_task = (-(-num_queries // num_groups) + 15) // 16 * 16
     query0 = i * per_task[piece]
     query1 = np.minimum(query0 + per_task[piece], num_queries[piece])
-    columns = (table0 + start // size, start % size, stop - start, start, pieces.token0)
-    tasks = np.stack([*(column[piece] for column in columns), query0, query1, part0[piece]], 1)
+    columns = np.array([table0 + start // size, start % size, stop - start, start, pieces.token0, part0])
+    *rest, part0 = columns[:, piece]
+    tasks = np.array([*rest, query0, query1, part0], dtype=np.int32).T
     work = tasks[:, 2] * (query1 - query0)
-    tasks = tasks[np.argsort(-work, kind="stable")]  # the largest first: no thread is left alone with one
+    # The largest first: no thread is left alone with one.
+    tasks = np.ascontiguousarray(tasks[np.argsort(-work, kind="stable")])
 
     # A token's results lie in the pieces that it is a token of, in their order.
     owner, i = _parts_of(pieces.num_tokens)
     tokens = pieces.token0[owner] + i
     parts = np.argsort(tokens, kind="stable") * group
     part_starts = np.zeros(plan.num_tokens + 1, dtype=np.int32)
-    np.cumsum(np.bincount(tokens, minlength=plan.num_tokens), out=part_starts[1:])
-    return Tasks(tasks.astype(np.int32), blocks, part_starts, parts.astype(np.int32), int(num_queries.sum()))
+    np.bincount(tokens, minlength=plan.num_tokens).cumsum(out=part_starts[1:])
+    return Tasks(tasks, blocks, part_starts, parts.astype(np.int32), int(num_queries.sum()))
 
 
 def _parts_of(counts: IntArray) -> tuple[IntArray, IntArray]:
     """Of things with so many parts each: for every part, the thing that it is of, and its number in it."""
     owner = np.repeat(np.arange(len(counts)), counts)
-    return owner, np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]
+    return owner, np.arange(len(owner)) - (counts.cumsum() - counts)[owner]
 
 
 class NativeAttention:

@@ -152,6 +152,14 @@ INLINE void find_slots(const Job *job, int64_t first, int64_t count, int64_t *wh
     }
 }
 
+/* Ask for a row of K or V before it is needed. Blocks lie anywhere, so the processor does not foresee the next. */
+INLINE void ask_for(const char *numbers, int64_t start, int64_t head_dim, const int is_half)
+{
+    int64_t size = is_half ? 2 : 4;
+    for (int64_t byte = 0; byte < head_dim * size; byte += 64)
+        __builtin_prefetch(numbers + start * size + byte, 0, 2);
+}
+
 INLINE int64_t token_of(const Job *job, int64_t query)
 {
     return job->task->token0 + query / job->step->group;

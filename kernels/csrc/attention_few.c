@@ -5,6 +5,7 @@
 
 #define QUERIES 4 /* at a time: with as many tokens, 16 sums in registers */
 #define TOKENS 4
+#define AHEAD 24
 
 /* The sums of four vectors, as the first four numbers of one. */
 INLINE floats sum_each(const floats x[TOKENS])
@@ -28,6 +29,11 @@ INLINE void score(const Job *job, const floats q[QUERIES][MAX_VECTORS], const in
     int64_t head_dim = job->step->head_dim, vectors = num_vectors(head_dim);
     for (int64_t t = 0; t < job->task->num_slots; t += TOKENS) {
         floats sums[QUERIES][TOKENS] = {0};
+        for (int i = 0; i < TOKENS; i++) {
+            int64_t ahead = t + i + AHEAD;
+            ask_for(job->key, where[ahead < job->task->num_slots ? ahead : t], head_dim, is_half);
+            ask_for(job->value, where[t + i], head_dim, is_half);
+        }
         for (int64_t v = 0; v < vectors; v++) {
             int64_t start = vector_start(v, head_dim);
 #pragma GCC unroll 4
