@@ -25,7 +25,10 @@ class Prepared:
     attention: CPUAttention
 
 
-# A shared segment costs some tens of microseconds a layer, so it has to spare the reading of so many numbers.
+# What a segment costs the C kernels a layer, one task and one merge more for its rows, is as much as they take
+# to read some hundred tokens of one row: a segment has to spare more than that.
+NATIVE_MIN_TOKENS_SAVED = 256
+# With torch's operators a segment costs tens of microseconds, so it has to spare the reading of many numbers.
 # Half precision needs more, because shared segments are widened to fp32. There a segment has to be a good
 # part of what its rows read as well, because a large private part is rounded once more when it is merged.
 CPU_MIN_NUMBERS_SAVED = 200_000
@@ -35,6 +38,8 @@ CPU_MIN_FRACTION_HALF = 0.2
 
 def planner(pool: KVPool) -> Planner:
     """The planner whose idea of what pays suits the pool."""
+    if cpu_native.serves(pool):
+        return Planner(pool.block_size, NATIVE_MIN_TOKENS_SAVED)
     half = pool.dtype != torch.float32
     numbers = CPU_MIN_NUMBERS_SAVED_HALF if half else CPU_MIN_NUMBERS_SAVED
     tokens = numbers // (2 * pool.num_kv_heads * pool.head_dim)

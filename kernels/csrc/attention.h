@@ -9,7 +9,7 @@
 #define INLINE static inline __attribute__((always_inline))
 #define MAX_HEAD_DIM 256
 #define MAX_VECTORS (MAX_HEAD_DIM / LANES)
-#define MAX_FEW 8        /* queries of a task that go to attend_few, */
+#define MAX_FEW 12       /* queries of a task that go to attend_few, */
 #define MAX_FEW_SLOTS 256 /* which keeps their scores of so many slots */
 #define MAX_MANY 128     /* queries of a task that go to attend_many */
 #define LOG2_E 1.44269504088896341f

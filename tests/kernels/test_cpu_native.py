@@ -116,7 +116,7 @@ def test_more_heads_a_group_than_a_task_takes(
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])
-@pytest.mark.parametrize("group", [1, 12])
+@pytest.mark.parametrize("group", [1, 13])
 def test_lengths_around_every_edge(
     no_rows: type[Any], case_of: Callable[..., Any], block_size: int, group: int
 ) -> None:
