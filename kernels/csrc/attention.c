@@ -3,6 +3,8 @@
 
 #include "attention.h"
 
+#define MANY_TOKENS 64 /* the copies of fewer are done before other threads have woken up */
+
 /* Copy K or V of a token, all heads, to its slot. */
 static void write_token(const Step *step, char *to, Heads from, int64_t token)
 {
@@ -51,14 +53,14 @@ void ramet_attend(const Step *step, int64_t layer, const char *q, int64_t q_toke
     int64_t size = step->is_half ? 2 : 4, num_heads = step->num_kv_heads;
     char *key = step->storage + layer * step->layer_stride * size, *value = key + step->value_stride * size;
     Heads keys = {k, k_token, k_head}, values = {v, v_token, v_head};
+#pragma omp parallel for num_threads(step->num_threads) if (step->num_tokens > MANY_TOKENS)
+    for (int64_t token = 0; token < step->num_tokens; token++)
+        if (step->slots[token] >= 0) {
+            write_token(step, key, keys, token);
+            write_token(step, value, values, token);
+        }
 #pragma omp parallel num_threads(step->num_threads)
     {
-#pragma omp for schedule(static)
-        for (int64_t token = 0; token < step->num_tokens; token++)
-            if (step->slots[token] >= 0) {
-                write_token(step, key, keys, token);
-                write_token(step, value, values, token);
-            }
 #pragma omp for schedule(dynamic)
         for (int64_t i = 0; i < step->num_tasks * num_heads; i++) {
             const Task *task = step->tasks + i / num_heads;
