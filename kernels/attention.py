@@ -25,8 +25,8 @@ class Prepared:
     attention: CPUAttention
 
 
-# What a segment costs the C kernels a layer, one task and one merge more for its rows, is as much as they take
-# to read some hundred tokens of one row: a segment has to spare more than that.
+# A segment costs the C kernels a task and a merge more for its rows, about as much as reading some hundred
+# tokens of one row does: it has to spare more than that.
 NATIVE_MIN_TOKENS_SAVED = 256
 # With torch's operators a segment costs tens of microseconds, so it has to spare the reading of many numbers.
 # Half precision needs more, because shared segments are widened to fp32. There a segment has to be a good

@@ -1,47 +1,44 @@
-"""Attention on the CPU by the C kernels (`csrc/attention.c`): a step's tasks are made once, a layer is one call."""
+"""Attention on the CPU in C (`csrc/attention.c`): a step is prepared once, a layer is one call."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 from collections.abc import Callable
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ramet.kernels import native
 from ramet.kernels.kv_pool import KVPool
+from ramet.kernels.native_work import make_tasks, stretches_of
 from ramet.kernels.options import PLAIN, AttentionOptions
 from ramet.kernels.plan import AttentionPlan, IntArray
 
-Int32s = npt.NDArray[np.int32]
-
-# What csrc/attention.h has room for.
-MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
-MAX_TASK_QUERIES = 128
-
-# A stretch of KV is cut so that the cores share its work: into pieces of that many slots for a task of up to 64
-# queries, longer ones for more of them, which are cut by queries as well. It does not depend on what else the
-# step holds, so neither does the result of a row.
-PIECE_SLOTS = 256
-PIECE_QUERIES = 64
+MIN_HEAD_DIM = 16  # a vector
+MAX_HEAD_DIM = 256  # of csrc/attention.h
 # Below so many products of two numbers a layer, waking other threads takes longer than the work.
 MIN_PRODUCTS_FOR_THREADS = 400_000
+
+_POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
 class _Step(ctypes.Structure):
     """`Step` of csrc/attention.h, which says what is what."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("tasks", "blocks", "lows", "ends", "slots", "part_starts")),
-        *((name, ctypes.c_void_p) for name in ("parts", "part_outs", "part_maxima", "part_sums", "storage")),
-        *((f"{name}_stride", ctypes.c_int64) for name in ("layer", "value", "head", "block")),
-        *((f"num_{name}", ctypes.c_int64) for name in ("tasks", "tokens", "parts", "kv_heads")),
-        *((name, ctypes.c_int64) for name in ("group", "head_dim", "block_size", "is_half", "num_threads")),
+        *((name, _POINTER) for name in ("tasks", "blocks", "lows", "ends", "slots", "part_starts", "parts")),
+        *((name, _POINTER) for name in ("part_outs", "part_maxima", "part_sums", "storage")),
+        *((f"{name}_stride", _LONG) for name in ("layer", "value", "head", "block")),
+        *((f"num_{name}", _LONG) for name in ("tasks", "tokens", "parts", "kv_heads")),
+        *((name, _LONG) for name in ("group", "head_dim", "block_size", "is_half", "num_threads")),
     )
+
+
+class _Prepared(NamedTuple):
+    step: Any  # a reference to the C structure
+    arrays: tuple[Any, ...]  # what it points to
 
 
 @functools.cache
@@ -51,12 +48,8 @@ def _kernel() -> Callable[..., None] | None:
     if library is None:
         return None
     kernel = library.ramet_attend
-    heads = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
-    kernel.argtypes = (
-        *(ctypes.c_void_p, ctypes.c_int64),
-        *(heads * 3),
-        *(ctypes.c_void_p, ctypes.c_float, ctypes.c_float, ctypes.c_void_p),
-    )
+    heads = (_POINTER, _LONG, _LONG)
+    kernel.argtypes = (_POINTER, _LONG, *(heads * 3), _POINTER, _FLOAT, _FLOAT, _POINTER)
     kernel.restype = None
     return kernel
 
@@ -67,97 +60,11 @@ def serves(pool: KVPool) -> bool:
     return fits and pool.device.type == "cpu" and _kernel() is not None
 
 
-class Stretches(NamedTuple):
-    """Positions [start, stop) of rows, for tokens [token0, token0 + num_tokens). Each [n]."""
-
-    row: IntArray
-    start: IntArray
-    stop: IntArray
-    token0: IntArray
-    num_tokens: IntArray
-
-    def select(self, index: npt.NDArray[Any]) -> Stretches:
-        return Stretches(*(column[index] for column in self))
-
-
-class Tasks(NamedTuple):
-    """What `Step` of csrc/attention.h points to, and the number of partial results of a KV head."""
-
-    tasks: Int32s  # [n, 8]
-    blocks: Int32s
-    part_starts: Int32s  # [T + 1]
-    parts: Int32s
-    num_parts: int
-
-
-def stretches_of(plan: AttentionPlan, lows: IntArray) -> Stretches:
-    """What a step reads: each row's own KV, and what rows share. `lows` [T] is where the tokens' windows begin."""
-    size, starts = plan.block_size, plan.query_starts
-    rows = np.arange(plan.num_rows)
-    _, row0, row1, block0, block1 = np.array(plan.segments, dtype=np.int64).reshape(-1, 5).T
-    row = np.concatenate([rows, row0])
-    token0 = np.concatenate([starts[:-1], starts[row0]])
-    token1 = np.concatenate([starts[1:], starts[row1]])
-    start = np.concatenate([plan.private_block0, block0]) * size
-    stop = np.concatenate([plan.kv_lens, block1 * size])
-    # What no token sees is not read. An end must be an index, hence the last number.
-    first_seen = np.minimum.reduceat(np.append(lows, 0), np.array([token0, token1]).T.ravel())[::2]
-    start = np.maximum(start, first_seen)
-    return Stretches(row, start, stop, token0, token1 - token0).select(start < stop)
-
-
-def make_tasks(plan: AttentionPlan, stretches: Stretches, group: int) -> Tasks:
-    """Cut stretches into tasks, for `group` query heads a KV head."""
-    size = plan.block_size
-    block0, block1 = stretches.start // size, -(-stretches.stop // size)
-    ids = (
-        plan.block_tables[row][a:b]
-        for row, a, b in zip(stretches.row.tolist(), block0.tolist(), block1.tolist(), strict=True)
-    )
-    num_blocks = block1 - block0
-    blocks = np.fromiter(chain.from_iterable(ids), np.int32, count=int(num_blocks.sum()))
-    # Where the id of position 0 would stand if all were there.
-    table0 = num_blocks.cumsum() - num_blocks - block0
-
-    longest = PIECE_SLOTS * -(-stretches.num_tokens * group // PIECE_QUERIES)
-    piece_of, i = _parts_of(-(-(stretches.stop - stretches.start) // longest))
-    pieces, longest, table0 = stretches.select(piece_of), longest[piece_of], table0[piece_of]
-    start = pieces.start + i * longest
-    stop = np.minimum(start + longest, pieces.stop)
-    num_queries = pieces.num_tokens * group
-    part0 = num_queries.cumsum() - num_queries
-
-    num_groups = -(-num_queries // MAX_TASK_QUERIES)
-    piece, i = _parts_of(num_groups)
-    per_task = (-(-num_queries // num_groups) + 15) // 16 * 16
-    query0 = i * per_task[piece]
-    query1 = np.minimum(query0 + per_task[piece], num_queries[piece])
-    columns = np.array([table0 + start // size, start % size, stop - start, start, pieces.token0, part0])
-    *rest, part0 = columns[:, piece]
-    tasks = np.array([*rest, query0, query1, part0], dtype=np.int32).T
-    work = tasks[:, 2] * (query1 - query0)
-    # The largest first: no thread is left alone with one.
-    tasks = np.ascontiguousarray(tasks[np.argsort(-work, kind="stable")])
-
-    # A token's results lie in the pieces that it is a token of, in their order.
-    owner, i = _parts_of(pieces.num_tokens)
-    tokens = pieces.token0[owner] + i
-    parts = np.argsort(tokens, kind="stable") * group
-    part_starts = np.zeros(plan.num_tokens + 1, dtype=np.int32)
-    np.bincount(tokens, minlength=plan.num_tokens).cumsum(out=part_starts[1:])
-    return Tasks(tasks, blocks, part_starts, parts.astype(np.int32), int(num_queries.sum()))
-
-
-def _parts_of(counts: IntArray) -> tuple[IntArray, IntArray]:
-    """Of things with so many parts each: for every part, the thing that it is of, and its number in it."""
-    owner = np.repeat(np.arange(len(counts)), counts)
-    return owner, np.arange(len(owner)) - (counts.cumsum() - counts)[owner]
-
-
 class NativeAttention:
-    """One step's attention over one pool: prepared once, then called by each layer. It writes K and V, too."""
+    """One step's attention over one pool, prepared once and called by each layer. It writes K and V, too."""
 
     def __init__(self, plan: AttentionPlan, pool: KVPool, slots: IntArray) -> None:
+        """slots [T]: where K and V of each token go, -1 for one that writes none."""
         kernel = _kernel()
         assert kernel is not None, "the C kernels are there"
         self.pool = pool
@@ -167,7 +74,7 @@ class NativeAttention:
         first = plan.kv_lens - plan.query_lens - plan.query_starts[:-1]
         self._ends = np.arange(plan.num_tokens) + np.repeat(first, plan.query_lens) + 1  # [T]
         self._longest = int(plan.kv_lens.max())
-        self._steps: dict[tuple[int, int | None], tuple[Any, tuple[Any, ...]]] = {}
+        self._prepared: dict[tuple[int, int | None], _Prepared] = {}  # by query heads and window
 
     def __call__(
         self,
@@ -178,12 +85,12 @@ class NativeAttention:
         scale: float,
         options: AttentionOptions = PLAIN,
     ) -> torch.Tensor:
-        """Write k, v [T, Hkv, D] of the tokens that have a slot, then attend with q [T, H, D]: out [T, H, D]."""
+        """Write k, v [T, Hkv, D] of tokens that have a slot, then attend with q [T, H, D]: out [T, H, D]."""
         pool = self.pool
         num_tokens, num_heads, head_dim = q.shape
         kv_shape = (num_tokens, pool.num_kv_heads, head_dim)
         assert num_tokens == len(self._slots), "the batch is not the one that was planned"
-        assert k.shape == v.shape == kv_shape and head_dim == pool.head_dim, "the heads differ from the pool's"
+        assert head_dim == pool.head_dim and k.shape == v.shape == kv_shape, "the heads are not the pool's"
         assert q.dtype == k.dtype == v.dtype == pool.dtype, "queries, keys, values and pool differ in dtype"
         assert 0 <= layer < pool.num_layers, "the pool has no such layer"
         q_token, q_head, q_one = q.stride()
@@ -193,14 +100,14 @@ class NativeAttention:
         window = options.window
         if window is not None and window >= self._longest:
             window = None  # it cuts nothing off in this step
-        step = self._steps.get((num_heads, window)) or self._make_step(num_heads, window)
+        prepared = self._prepared.get((num_heads, window)) or self._prepare(num_heads, window)
         sinks = None
         if options.sinks is not None:
             sinks = options.sinks.float().contiguous()
             assert sinks.shape == (num_heads,), "there is one sink a head"
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         self._kernel(
-            step[0],
+            prepared.step,
             layer,
             *(q.data_ptr(), q_token, q_head),
             *(k.data_ptr(), k_token, k_head),
@@ -212,28 +119,27 @@ class NativeAttention:
         )
         return out
 
-    def _make_step(self, num_heads: int, window: int | None) -> tuple[Any, tuple[Any, ...]]:
-        """A reference to the C structure, and what it points to."""
+    def _prepare(self, num_heads: int, window: int | None) -> _Prepared:
         pool, plan = self.pool, self._plan
-        assert num_heads % pool.num_kv_heads == 0, "the query heads do not divide among the KV heads"
-        group = num_heads // pool.num_kv_heads
+        num_kv_heads, head_dim = pool.num_kv_heads, pool.head_dim
+        assert num_heads % num_kv_heads == 0, "the query heads do not divide among the KV heads"
+        group = num_heads // num_kv_heads
         lows = np.zeros_like(self._ends) if window is None else np.maximum(self._ends - window, 0)
-        made = make_tasks(plan, stretches_of(plan, lows), group)
-        per_head = made.num_parts * pool.num_kv_heads
-        room = torch.empty(per_head * (pool.head_dim + 2), dtype=torch.float32)
-        maxima = room.data_ptr() + 4 * per_head * pool.head_dim
-        layer, value, head, block = pool.storage.stride()[:4]
-        products = int((made.tasks[:, 2] * (made.tasks[:, 6] - made.tasks[:, 5])).sum())
-        products *= 2 * pool.num_kv_heads * pool.head_dim
-        arrays = (made.tasks, made.blocks, lows.astype(np.int32), self._ends.astype(np.int32), self._slots)
-        arrays = (*arrays, made.part_starts, made.parts)
+        work = make_tasks(plan, stretches_of(plan, lows), group)
+        seen = lows.astype(np.int32), self._ends.astype(np.int32)
+        arrays = (work.tasks, work.blocks, *seen, self._slots, work.part_starts, work.parts)
+        num_parts = num_kv_heads * work.num_parts
+        outs = torch.empty(num_parts, head_dim, dtype=torch.float32)
+        maxima, sums = torch.empty(2, num_parts, dtype=torch.float32)
+        has_many = work.num_products * 2 * num_kv_heads * head_dim >= MIN_PRODUCTS_FOR_THREADS
         step = _Step(
             *(array.ctypes.data for array in arrays),
-            *(room.data_ptr(), maxima, maxima + 4 * per_head, pool.data_ptr),
-            *(layer, value, head, block),
-            *(len(made.tasks), plan.num_tokens, made.num_parts, pool.num_kv_heads),
-            *(group, pool.head_dim, pool.block_size, pool.dtype == torch.bfloat16),
-            torch.get_num_threads() if products >= MIN_PRODUCTS_FOR_THREADS else 1,
+            *(outs.data_ptr(), maxima.data_ptr(), sums.data_ptr(), pool.data_ptr),
+            *pool.storage.stride()[:4],
+            *(len(work.tasks), plan.num_tokens, work.num_parts, num_kv_heads),
+            *(group, head_dim, pool.block_size, pool.dtype == torch.bfloat16),
+            torch.get_num_threads() if has_many else 1,
         )
-        kept = self._steps[num_heads, window] = ctypes.byref(step), (*arrays, room)
-        return kept
+        prepared = _Prepared(ctypes.byref(step), (*arrays, outs, maxima, sums))
+        self._prepared[num_heads, window] = prepared
+        return prepared

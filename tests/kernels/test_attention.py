@@ -104,9 +104,7 @@ def test_slots_that_do_not_fit_are_a_bug(no_rows: type[Any], slots: list[int]) -
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_planner_shares_what_pays_for_the_pool(
-    no_rows: type[Any], path: str, dtype: torch.dtype
-) -> None:
+def test_the_planner_shares_what_pays_for_the_pool(no_rows: type[Any], path: str, dtype: torch.dtype) -> None:
     pool = KVPool(1, 1, 8, 128, 16, dtype)
     planner = attention.planner(pool)
     assert planner.block_size == 16

@@ -1,4 +1,4 @@
-"""The C kernels against the fp64 reference: shapes, trees, edges, options, poison; and the tasks they are given."""
+"""The C kernels against the fp64 reference: shapes, trees, edges, options, poison."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from ramet.kernels import cpu_native, native
+from ramet.kernels import cpu_native, native, native_work
 from ramet.kernels.cpu_native import NativeAttention
 from ramet.kernels.kv_pool import KVPool
 from ramet.kernels.options import PLAIN, AttentionOptions
-from ramet.kernels.plan import AttentionPlan
 from ramet.kernels.reference import paged_attention
 
 HEADS = 6
@@ -216,77 +215,6 @@ def test_offsets_pass_32_bits(no_rows: type[Any], case_of: Callable[..., Any]) -
     assert not big.storage[:, :, :, :4].any()
 
 
-@settings(fixtures_are_functions, max_examples=40)
-@given(
-    seed=st.integers(0, 2**32),
-    block_size=st.sampled_from((1, 4)),
-    longest=st.sampled_from((3, 70)),  # more than a piece: 280 slots
-    group=st.sampled_from((1, 3, 70)),
-    window=st.none() | st.integers(1, 60),
-)
-def test_tasks_cover_what_is_seen_once(
-    rows_of: Callable[..., Any],
-    seed: int,
-    block_size: int,
-    longest: int,
-    group: int,
-    window: int | None,
-) -> None:
-    plan = rows_of(random.Random(seed), block_size, 3, longest).plan()
-    ends = last_positions(plan) + 1
-    lows = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
-    made = cpu_native.make_tasks(plan, cpu_native.stretches_of(plan, lows), group)
-    seen = [np.zeros((group, end), dtype=np.int64) for end in ends]
-    part_of: dict[int, tuple[int, int]] = {}  # part: token, head
-    for block, offset, num_slots, position, token0, query0, query1, part0 in made.tasks.tolist():
-        num_queries = query1 - query0
-        assert 0 < num_queries <= cpu_native.MAX_TASK_QUERIES
-        assert num_slots > 0
-        for query in range(query0, query1):
-            token, head = token0 + query // group, query % group
-            assert part0 + query not in part_of, "two tasks write one part"
-            part_of[part0 + query] = token, head
-            seen[token][head, position : position + num_slots] += 1
-        row = int(np.searchsorted(plan.query_starts, token0, side="right")) - 1
-        for i in range(num_slots):
-            block_id = plan.block_tables[row][(position + i) // block_size]
-            assert made.blocks[block + (offset + i) // block_size] == block_id
-            assert (offset + i) % block_size == (position + i) % block_size
-    for low, counts in zip(lows.tolist(), seen, strict=True):
-        assert (counts[:, low:] == 1).all()
-    assert sorted(part_of) == list(range(made.num_parts))
-    for token in range(plan.num_tokens):
-        parts = made.parts[made.part_starts[token] : made.part_starts[token + 1]]
-        assert {part_of[part + head] for part in parts.tolist() for head in range(group)} == {
-            (token, head) for head in range(group)
-        }
-    assert len(made.parts) * group == made.num_parts
-
-
-def last_positions(plan: AttentionPlan) -> Any:
-    """The position of each token, straight from what the plan says of it."""
-    return np.concatenate(
-        [np.arange(kv - n, kv) for n, kv in zip(plan.query_lens, plan.kv_lens, strict=True)]
-    )
-
-
-def test_what_no_window_reaches_is_not_read(no_rows: type[Any]) -> None:
-    rows = no_rows(4)
-    path = rows.take(100)
-    for _ in range(8):
-        rows.add(path + rows.take(2), 1, 407)
-    plan = rows.plan()
-
-    def num_slots(window: int) -> list[int]:
-        lows = np.maximum(last_positions(plan) + 1 - window, 0)
-        return (lambda s: s.stop - s.start)(cpu_native.stretches_of(plan, lows)).tolist()
-
-    assert num_slots(500) == [7] * 8 + [400]
-    assert num_slots(47) == [7] * 8 + [40]  # once for all eight rows
-    assert num_slots(7) == [7] * 8
-    assert num_slots(5) == [5] * 8
-
-
 def test_pools_without_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     def pool(head_dim: int, dtype: torch.dtype) -> KVPool:
         return KVPool(1, 1, 1, head_dim, 4, dtype)
@@ -323,7 +251,7 @@ def test_inputs_that_do_not_fit_are_a_bug(no_rows: type[Any], case_of: Callable[
         (apart, k, v),
     ):
         with pytest.raises(AssertionError):
-            attention(0, *wrong, 1.0)
+            attention(0, wrong[0], wrong[1], wrong[2], 1.0)
     with pytest.raises(AssertionError):
         attention(1, q, k, v, 1.0)
     with pytest.raises(AssertionError):
@@ -334,5 +262,5 @@ def test_the_header_has_the_same_limits() -> None:
     header = (Path(native.__file__).parent / "csrc" / "attention.h").read_text()
     limits = {name: int(value) for name, value in re.findall(r"#define (\w+) +(\d+)\b", header)}
     assert limits["MAX_HEAD_DIM"] == cpu_native.MAX_HEAD_DIM
-    assert limits["MAX_MANY"] == cpu_native.MAX_TASK_QUERIES
-    assert limits["MAX_FEW_SLOTS"] == cpu_native.PIECE_SLOTS
+    assert limits["MAX_MANY"] == native_work.MAX_TASK_QUERIES
+    assert limits["MAX_FEW_SLOTS"] == native_work.PIECE_SLOTS
