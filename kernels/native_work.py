@@ -50,7 +50,7 @@ class Tasks(NamedTuple):
 
 
 def stretches_of(plan: AttentionPlan, lows: IntArray) -> Stretches:
-    """What a step reads: each row's own KV, and what rows share. lows [T]: where each token's window begins."""
+    """What a step reads: each row's own KV, and what rows share. lows [T]: where each window begins."""
     size, starts = plan.block_size, plan.query_starts
     _, row0, row1, block0, block1 = np.array(plan.segments, dtype=np.int64).reshape(-1, 5).T
     row = np.concatenate([np.arange(plan.num_rows), row0])
