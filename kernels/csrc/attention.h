@@ -88,6 +88,7 @@ INLINE void store(char *numbers, int64_t index, floats x, int is_half)
         *(floats *)(numbers + 4 * index) = x;
 }
 
+/* The larger one; y where one is NaN. */
 INLINE floats larger(floats x, floats y)
 {
 #ifdef __AVX512F__ /* one instruction, for which gcc 12 takes three */
@@ -116,7 +117,7 @@ INLINE int64_t num_vectors(int64_t head_dim)
     return (head_dim + LANES - 1) / LANES;
 }
 
-/* 2^x of numbers up to 127, relative error below 2e-7; 0 below -126. 2^n times a polynomial, fitted to 2^r on
+/* 2^x of numbers up to 127, relative error below 2e-7; 0 below -126, NaN for NaN. 2^n times a polynomial, fitted to 2^r on
  * [-1/2, 1/2] by weighted least squares (its own relative error is below 1e-7). */
 INLINE floats exp2_all(floats x)
 {
@@ -127,14 +128,14 @@ INLINE floats exp2_all(floats x)
     p = p * r + 2.402224208e-1f;
     p = p * r + 6.931469776e-1f;
     p = p * r + 1.0f;
-    return (floats)(((bits)p + ((bits)n << 23)) & (bits)(x > -126.0f));
+    return (floats)(((bits)p + ((bits)n << 23)) & ~(bits)(x <= -126.0f));
 }
 
 /* softcap * tanh(score / softcap) */
 INLINE floats capped(floats scores, float softcap)
 {
     floats doubled = scores * (2.0f * LOG2_E / softcap);
-    doubled = -larger(-doubled, all(-120.0f)); /* exp2 has an end, tanh is 1 there */
+    doubled = -larger(all(-120.0f), -doubled); /* exp2 has an end, tanh is 1 there */
     return softcap - 2.0f * softcap / (exp2_all(doubled) + 1.0f);
 }
 

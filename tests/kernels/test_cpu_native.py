@@ -167,6 +167,23 @@ def test_equal_and_opposite_scores(no_rows: type[Any], case_of: Callable[..., An
     assert torch.equal(attend(case)[0], case.v[0].expand(2, -1))
 
 
+@pytest.mark.parametrize("query_len", [1, 20])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_a_nan_is_not_hidden(
+    no_rows: type[Any], case_of: Callable[..., Any], query_len: int, softcap: float | None
+) -> None:
+    """A key that is no number shows in every query that sees it, and in no other."""
+    rows = no_rows(4)
+    for _ in range(2):
+        rows.add(rows.take(25), query_len, 100)
+    case = case_of(rows)
+    attend(case)
+    case.pool.key(0)[:, rows.block_tables[0][3], 1] = torch.nan
+    out = attend(case, AttentionOptions(None, softcap))
+    assert out[:query_len].isnan().all()
+    assert out[query_len:].isfinite().all()
+
+
 def test_threads_and_neighbours_change_no_bit(no_rows: type[Any], case_of: Callable[..., Any]) -> None:
     rows = no_rows(16)
     lens = [(1, 700), (1, 40), (20, 530), (1, 257), (140, 150)]
