@@ -82,7 +82,7 @@ void ramet_attend(const Step *step, int64_t layer, const char *q, int64_t q_toke
             else
                 attend_many(&job);
         }
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
         for (int64_t i = 0; i < step->num_tokens * num_heads; i++) {
             if (step->is_half)
                 merge(step, i / num_heads, i % num_heads, sinks, out, 1);
