@@ -12,7 +12,6 @@
 #define MAX_FEW 12       /* queries of a task that go to attend_few, */
 #define MAX_FEW_SLOTS 256 /* which keeps their scores of so many slots */
 #define MAX_MANY 128     /* queries of a task that go to attend_many */
-#define LOG2_E 1.44269504088896341f
 #define LOWEST -1e30f    /* below every score, and finite: a query that sees nothing must not become NaN */
 
 /* Slots of a row, consecutive positions, and queries that see some of them. The queries of a task are numbered:
@@ -115,20 +114,6 @@ INLINE int64_t vector_start(int64_t index, int64_t head_dim)
 INLINE int64_t num_vectors(int64_t head_dim)
 {
     return (head_dim + LANES - 1) / LANES;
-}
-
-/* 2^x of numbers up to 127, relative error below 2e-7; 0 below -126, NaN for NaN. 2^n times a polynomial, fitted to 2^r on
- * [-1/2, 1/2] by weighted least squares (its own relative error is below 1e-7). */
-INLINE floats exp2_all(floats x)
-{
-    floats n = x + 12582912.0f; /* to the nearest integer, in the lowest bits: 1.5 * 2^23 has no fraction bits */
-    floats r = x - (n - 12582912.0f);
-    floats p = r * 1.326472672e-3f + 9.671512790e-3f;
-    p = p * r + 5.550733745e-2f;
-    p = p * r + 2.402224208e-1f;
-    p = p * r + 6.931469776e-1f;
-    p = p * r + 1.0f;
-    return (floats)(((bits)p + ((bits)n << 23)) & ~(bits)(x <= -126.0f));
 }
 
 /* softcap * tanh(score / softcap) */

@@ -79,7 +79,7 @@ static void fill_gated(const uint16_t *x, float *out, long k_end)
         floats gate = widen_all(*(const halves *)(x + k)), up = widen_all(*(const halves *)(x + k_end + k));
         bits closed = (bits)(gate < -87.0f); /* less than 1e-35 passes */
         floats minus = (floats)((bits)-gate & ~closed);
-        *(floats *)(out + k) = (floats)((bits)(gate / (1.0f + exp_all(minus))) & ~closed) * up;
+        *(floats *)(out + k) = (floats)((bits)(gate / (1.0f + exp2_all(LOG2_E * minus))) & ~closed) * up;
     }
 }
 

@@ -11,6 +11,7 @@
 #endif
 
 #define LANES 16
+#define LOG2_E 1.44269504088896341f
 
 typedef float floats __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint32_t bits __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -43,26 +44,18 @@ static inline halves narrow_all(floats numbers)
     return __builtin_convertvector((rounded & ~is_nan) | (0x7fc0 & is_nan), halves);
 }
 
-/* exp of numbers up to 88, relative error below 2e-7; 0 below -87. Cephes' expf: 2^n times a polynomial. */
-static inline floats exp_all(floats x)
+/* 2^x of numbers up to 127, relative error below 2e-7; 0 below -126, NaN for NaN. 2^n times a polynomial, fitted to 2^r on
+ * [-1/2, 1/2] by weighted least squares (its own relative error is below 1e-7). */
+static inline floats exp2_all(floats x)
 {
-    const floats zero = {0};
-    floats low = zero - 87.0f;
-    bits is_low = (bits)(x < low);
-    x = (floats)(((bits)x & ~is_low) | ((bits)low & is_low));
-    floats n = x * 1.44269504088896341f;
-    n = (n + 12582912.0f) - 12582912.0f; /* to the nearest integer: 1.5 * 2^23 has no fraction bits */
-    floats r = x - n * 0.693359375f;
-    r = r + n * 2.12194440e-4f;
-    floats p = zero + 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    floats y = p * r * r + r + 1.0f;
-    bits power = (bits)(__builtin_convertvector(n, integers) + 127) << 23;
-    return (floats)((bits)(y * (floats)power) & ~is_low);
+    floats n = x + 12582912.0f; /* to the nearest integer, in the lowest bits: 1.5 * 2^23 has no fraction bits */
+    floats r = x - (n - 12582912.0f);
+    floats p = r * 1.326472672e-3f + 9.671512790e-3f;
+    p = p * r + 5.550733745e-2f;
+    p = p * r + 2.402224208e-1f;
+    p = p * r + 6.931469776e-1f;
+    p = p * r + 1.0f;
+    return (floats)(((bits)p + ((bits)n << 23)) & ~(bits)(x <= -126.0f));
 }
 
 #endif
