@@ -21,8 +21,8 @@ typedef struct {
     floats out[MAX_HEAD_DIM]; /* [D] */
     floats scores[TILE];      /* then weights */
     floats max, sum;
-    int64_t low, high;        /* slots from high on are hidden from some of them, those from end on from all */
-    int64_t begin, end;       /* slots before begin are hidden from all of them, those before low from some */
+    int64_t begin, end; /* slots outside are hidden from all of them, */
+    int64_t low, high;  /* those inside from none */
     int32_t lows[LANES], ends[LANES]; /* what each of them sees */
 } Lanes;
 
@@ -56,7 +56,7 @@ static void transpose(floats x[LANES])
     SWAP(8, LOW8, HIGH8)
 }
 
-/* Fill in what a group of `num` queries from `query` on is, and sees. */
+/* Fill in what a group of `num` queries from `query` on is, and what it sees. */
 INLINE void start_lanes(const Job *job, Lanes *lanes, int64_t query, int64_t num, const int is_half)
 {
     const Step *step = job->step;
@@ -238,7 +238,7 @@ INLINE void attend_tiles(const Job *job, const int is_half)
         begin = lanes->begin < begin ? lanes->begin : begin;
         end = lanes->end > end ? lanes->end : end;
     }
-    if (stride > head_dim) /* the sums over what pads a head are not read, but a NaN is slow */
+    if (stride > head_dim) /* what pads a head is multiplied, too, though nobody reads it */
         for (int64_t t = 0; t < TILE; t++)
             memset(scratch.value + t * stride + head_dim, 0, (stride - head_dim) * sizeof(float));
     for (int64_t first = begin; first < end; first += TILE) {
@@ -246,7 +246,7 @@ INLINE void attend_tiles(const Job *job, const int is_half)
         find_slots(job, first, num_slots, where);
         widen_tile(job->key, where, scratch.key, num_slots, head_dim, stride, is_half);
         widen_tile(job->value, where, scratch.value, num_slots, head_dim, stride, is_half);
-        Lanes *waiting[WIDTH];
+        Lanes *waiting[WIDTH]; /* groups that see some of the tile, until there are enough of them */
         int num_waiting = 0;
         for (int64_t g = 0; g < num_groups; g++) {
             Lanes *lanes = &scratch.lanes[g];
