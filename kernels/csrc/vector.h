@@ -44,8 +44,8 @@ static inline halves narrow_all(floats numbers)
     return __builtin_convertvector((rounded & ~is_nan) | (0x7fc0 & is_nan), halves);
 }
 
-/* 2^x of numbers up to 127, relative error below 2e-7; 0 below -126, NaN for NaN. 2^n times a polynomial, fitted to 2^r on
- * [-1/2, 1/2] by weighted least squares (its own relative error is below 1e-7). */
+/* 2^x of numbers up to 127, relative error below 2e-7; 0 below -126, NaN for NaN. 2^n times a polynomial, fitted to
+ * 2^r on [-1/2, 1/2] by weighted least squares (its own relative error is below 1e-7). */
 static inline floats exp2_all(floats x)
 {
     floats n = x + 12582912.0f; /* to the nearest integer, in the lowest bits: 1.5 * 2^23 has no fraction bits */
