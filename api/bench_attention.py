@@ -64,13 +64,11 @@ def _through_plan(setting: Setting) -> Call:
     return lambda: attention.attend(prepared, 0, setting.q, setting.k, setting.v, SCALE)
 
 
-def _plan_us(setting: Setting) -> tuple[float, float]:
-    """Microseconds to plan the step, and to prepare it, once for all layers."""
+def _plan_us(setting: Setting) -> float:
+    """Microseconds to plan the step, once for all layers."""
     shared = shared_with_previous(setting.block_tables)
     planner, ones, lens = attention.planner(setting.pool), [1] * NUM_ROWS, [KV_LEN] * NUM_ROWS
-    plan = planner.plan(setting.block_tables, ones, lens, shared)
-    plan_s = _median_s(lambda: planner.plan(setting.block_tables, ones, lens, shared), 200)
-    return plan_s * 1e6, _median_s(lambda: attention.prepare(setting.pool, plan, setting.slots), 50) * 1e6
+    return _median_s(lambda: planner.plan(setting.block_tables, ones, lens, shared), 200) * 1e6
 
 
 def _unshared_ways(setting: Setting) -> dict[str, Call]:
@@ -163,7 +161,7 @@ def _run_cpu() -> Report:
         for num_shared, ratio in ((SHARED, "tree_speedup"), (0, "unshared_ratio")):
             setting = _setting(dtype, num_shared)
             if num_shared and dtype == torch.float32:
-                metrics["plan_us"], metrics["prepare_us"] = _plan_us(setting)
+                metrics["plan_us"] = _plan_us(setting)
             c = _compare(setting)
             metrics[f"{ratio}_{name}"] = c.speedup
             case = "tree" if num_shared else "flat"

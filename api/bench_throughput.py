@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rich.table import Table
@@ -22,6 +21,7 @@ from ramet.engine.llm import LLM
 RESERVES: tuple[Reserve, ...] = ("max", "pow2", "exact", "paged")
 # As in the paper, 7 requests of the longest length fit: 15.7K slots for 2,048 tokens each, all of it over 8.
 NUM_BLOCKS, BLOCK_SIZE = 123, 16
+_STRIDE = 1.6  # between rates while all of them are on one side of the latency
 _SLOWER = 4.0  # the latency at which all are compared, over that of requests that come one by one
 
 
@@ -29,7 +29,7 @@ _SLOWER = 4.0  # the latency at which all are compared, over that of requests th
 class Settings:
     num_requests: int = 160  # enough that the pool is full for most of a trace
     reserves: tuple[Reserve, ...] = RESERVES
-    num_searched: int = 4  # rates that are tried for each way, after its capacity is known
+    num_searched: int = 5  # rates that are tried for each way, after its capacity is known
     time_s: float = 13 * 60.0
 
 
@@ -37,13 +37,12 @@ class Settings:
 class Measured:
     target: float = 0.0  # seconds for each output token
     alone: float = 0.0
+    capacity: dict[Reserve, float] = field(default_factory=dict)  # requests a second, all offered at once
     served: dict[Reserve, list[Served]] = field(default_factory=dict)
 
     def at_target(self, reserve: Reserve) -> tuple[float, float]:
         """(rate, tokens a second) at the target latency, between the nearest two measured rates."""
-        runs = sorted(self.served[reserve], key=lambda one: one.rate)
-        below = [one for one in runs if one.latency <= self.target]
-        above = [one for one in runs if one.latency > self.target]
+        below, above = self.sides(reserve)
         if not below or not above:
             nearest = below[-1] if below else above[0]
             return nearest.rate, nearest.tokens_per_s
@@ -52,6 +51,21 @@ class Measured:
         part = (math.log(self.target) - math.log(low.latency)) / span
         rate = low.rate + part * (high.rate - low.rate)
         return rate, low.tokens_per_s + part * (high.tokens_per_s - low.tokens_per_s)
+
+    def sides(self, reserve: Reserve) -> tuple[list[Served], list[Served]]:
+        """The runs that were as fast as asked, and those that were slower, each by rate."""
+        runs = sorted(self.served[reserve], key=lambda one: one.rate)
+        fast = [one for one in runs if one.latency <= self.target]
+        return fast, [one for one in runs if one.latency > self.target]
+
+    def next_rate(self, reserve: Reserve) -> float:
+        """Bisection on the logarithm of the rate, once the target lies between two runs."""
+        below, above = self.sides(reserve)
+        if not below and not above:
+            return self.capacity[reserve]
+        if not below or not above:
+            return below[-1].rate * _STRIDE if below else above[0].rate / _STRIDE
+        return math.sqrt(below[-1].rate * above[0].rate)
 
 
 def run(settings: Settings | None = None) -> Report:
@@ -69,33 +83,22 @@ def measure(llm: LLM, step: Step, settings: Settings) -> Measured:
     measured.alone = serve(llm, arrivals[:8], "paged", 1e-6, step).latency
     measured.target = _SLOWER * measured.alone
     _say(f"one by one {measured.alone * 1e3:.0f} ms a token; compared at {measured.target * 1e3:.0f} ms")
+    longest = 0.0
     for reserve in settings.reserves:
         at_once = serve(llm, arrivals, reserve, 1e9, step)
         capacity = at_once.tokens_per_s * len(arrivals) / sum(a.num_output for a in arrivals)
-        measured.served[reserve] = []
-
-        def try_rate(rate: float, reserve: Reserve = reserve) -> bool:
+        measured.capacity[reserve], measured.served[reserve] = capacity, []
+    for turn in range(settings.num_searched):  # in turns, so that a neighbour's load hits all ways
+        for reserve in settings.reserves:
+            before = time.monotonic()
+            if turn and before + longest > start + settings.time_s:
+                return measured
+            rate = measured.next_rate(reserve)
             found = serve(llm, arrivals, reserve, rate, step)
             measured.served[reserve].append(found)
+            longest = max(longest, time.monotonic() - before)
             _say(f"{reserve}: {rate:.2f} requests/s, {found.latency * 1e3:.0f} ms a token")
-            return found.latency <= measured.target
-
-        _search(try_rate, 0.4 * capacity, 2.5 * capacity, settings, start)
     return measured
-
-
-def _search(
-    try_rate: Callable[[float], bool], low: float, high: float, settings: Settings, start: float
-) -> None:
-    """Bisection on the logarithm of the rate; at least one rate, and no more than the time allows."""
-    for turn in range(settings.num_searched):
-        if turn and time.monotonic() - start > settings.time_s:
-            return
-        middle = math.sqrt(low * high)
-        if try_rate(middle):
-            low = middle
-        else:
-            high = middle
 
 
 def report_of(measured: Measured) -> Report:
@@ -110,6 +113,7 @@ def report_of(measured: Measured) -> Report:
         rate, tokens = measured.at_target(reserve)
         report.metrics[f"{reserve}_requests_per_s"] = rate
         report.metrics[f"{reserve}_tokens_per_s"] = tokens
+        report.metrics[f"{reserve}_bracketed"] = float(all(measured.sides(reserve)))
         nearest = min(measured.served[reserve], key=lambda one: abs(one.rate - rate))
         report.metrics[f"{reserve}_mean_running"] = nearest.mean_running
         numbers = (f"{rate:.2f}", f"{tokens:.1f}", f"{nearest.mean_running:.1f}")

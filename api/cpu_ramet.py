@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 
 from ramet.api.cpu_result import Result, check_lengths
-from ramet.api.workloads import BEAM, Call, Samples, Workload, resolve
+from ramet.api.cpu_sizes import calls_after
+from ramet.api.workloads import BEAM, Call, Part, Samples, Workload, resolve, tokens_of
 from ramet.engine.branch import Branch
 from ramet.engine.llm import LLM
 from ramet.engine.sampler import TokenLogprob
 from ramet.engine.sampling_params import SamplingParams
+
+Path: TypeAlias = tuple[Part, ...]  # of a node, from the root
 
 
 class Ramet:
@@ -30,9 +35,18 @@ class Ramet:
         self._generated_before = self.llm.engine.num_generated_tokens
         self._first = None
         outputs: dict[int, Samples] = {}
+        nodes: dict[Path, Branch] = {}
         start = time.perf_counter()
-        for calls in workload.rounds:
-            self._round(list(calls), outputs)
+        for index, calls in enumerate(workload.rounds):
+            if calls[0].mode == BEAM:
+                for call in calls:
+                    outputs[call.uid] = self._beams(resolve(call, outputs).prompt, call)
+            elif nodes or calls_after(workload, index):
+                self._grow(calls, outputs, nodes)
+            else:
+                self._generate(calls, outputs)
+        for node in nodes.values():
+            node.prune()
         wall = time.perf_counter() - start
         check_lengths(workload, outputs)
         num_output = workload.totals().output_tokens
@@ -44,19 +58,27 @@ class Ramet:
             self.llm.engine.num_computed_tokens - computed - fed,
         )
 
-    def _round(self, calls: list[Call], outputs: dict[int, Samples]) -> None:
-        requests = [resolve(call, outputs) for call in calls]
-        if calls[0].mode == BEAM:
-            for request in requests:
-                outputs[request.call.uid] = self._beams(request.prompt, request.call)
-            return
-        params = [
-            SamplingParams(n=c.n, max_tokens=c.max_tokens, temperature=1.0, seed=c.uid, ignore_eos=True)
-            for c in calls
-        ]
-        found = self.llm.generate([request.prompt for request in requests], params)
-        for call, output in zip(calls, found, strict=True):
+    def _generate(self, calls: Sequence[Call], outputs: dict[int, Samples]) -> None:
+        """Prompts that nothing goes on from."""
+        prompts = [resolve(call, outputs).prompt for call in calls]
+        for call, output in zip(calls, self.llm.generate(prompts, _params(calls)), strict=True):
             outputs[call.uid] = [choice.token_ids for choice in output.choices]
+
+    def _grow(self, calls: Sequence[Call], outputs: dict[int, Samples], nodes: dict[Path, Branch]) -> None:
+        """Fork the nodes that the prompts go on from, append what is new, and expand all in one batch."""
+        leaves = [self._leaf(call.prompt, outputs, nodes) for call in calls]
+        for call, children in zip(calls, self.llm.expand(leaves, params=_params(calls)), strict=True):
+            outputs[call.uid] = [child.output.token_ids for child in children if child.output is not None]
+            nodes.update({(*call.prompt, call.draw(i)): child for i, child in enumerate(children)})
+
+    def _leaf(self, path: Path, outputs: dict[int, Samples], nodes: dict[Path, Branch]) -> Branch:
+        """A branch of its own at the end of `path`, below the deepest node on it."""
+        if path[:1] not in nodes:
+            nodes[path[:1]] = self.llm.branch(tokens_of(path[:1], outputs))
+        depth = max(depth for depth in range(1, len(path) + 1) if path[:depth] in nodes)
+        (leaf,) = nodes[path[:depth]].fork()
+        leaf.extend(tokens_of(path[depth:], outputs))
+        return leaf
 
     def _beams(self, prompt: list[int], call: Call) -> Samples:
         """Beam search out of forks: each step keeps the likeliest `n` of all continuations."""
@@ -76,6 +98,13 @@ class Ramet:
         samples = [branch.token_ids[len(prompt) :] for branch, _ in beams]
         root.prune()
         return samples
+
+
+def _params(calls: Sequence[Call]) -> list[SamplingParams]:
+    return [
+        SamplingParams(n=c.n, max_tokens=c.max_tokens, temperature=1.0, seed=c.uid, ignore_eos=True)
+        for c in calls
+    ]
 
 
 def _top(branch: Branch) -> list[TokenLogprob]:

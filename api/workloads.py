@@ -409,14 +409,17 @@ Samples = list[list[int]]  # the n generated sequences of one call
 Engine = Callable[[list[Request]], list[Samples]]
 
 
+def tokens_of(parts: Sequence[Part], outputs: dict[int, Samples]) -> list[int]:
+    """The parts as token ids, given the outputs of the calls that they name."""
+    tokens: list[int] = []
+    for part in parts:
+        tokens.extend(part.tokens if isinstance(part, Text) else outputs[part.call][part.sample])
+    return tokens
+
+
 def resolve(call: Call, outputs: dict[int, Samples]) -> Request:
     """The call's prompt as token ids, given the outputs of the calls it depends on."""
-    prompt: list[int] = []
-    for part in call.prompt:
-        if isinstance(part, Text):
-            prompt.extend(part.tokens)
-        else:
-            prompt.extend(outputs[part.call][part.sample])
+    prompt = tokens_of(call.prompt, outputs)
     if len(prompt) != call.prompt_length:
         raise ValueError(f"call {call.uid}: prompt has {len(prompt)} tokens, not {call.prompt_length}")
     return Request(call, prompt)

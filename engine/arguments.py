@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import Any, TypeAlias
 
+from ramet.engine.checks import checked_list
 from ramet.engine.errors import InvalidInput
 from ramet.engine.sampling_params import SamplingParams
 
@@ -13,12 +14,20 @@ Prompt: TypeAlias = str | Seq[int]
 
 def params_of(params: SamplingParams | None, settings: dict[str, Any]) -> SamplingParams:
     check_either(params, settings)
+    if params is not None:
+        return checked_params(params)
     try:
-        return SamplingParams(**settings) if params is None else params
+        return SamplingParams(**settings)
     except TypeError:
         known = SamplingParams.__dataclass_fields__
         unknown = sorted(set(settings) - set(known))
         raise InvalidInput(", ".join(unknown), f"is no setting; there are {', '.join(known)}") from None
+
+
+def checked_params(params: object) -> SamplingParams:
+    if not isinstance(params, SamplingParams):
+        raise InvalidInput("params", "must be SamplingParams", params)
+    return params
 
 
 def check_either(params: object, settings: dict[str, Any]) -> None:
@@ -32,9 +41,10 @@ def params_of_each(
     """The settings of each of `count` prompts or branches."""
     if params is None or isinstance(params, SamplingParams):
         return [params_of(params, settings)] * count
-    if settings or len(params) != count:
+    many = checked_list("params", params, "SamplingParams")
+    if settings or len(many) != count:
         raise InvalidInput("params", f"must be one for all or {count}, and without settings beside them")
-    return list(params)
+    return [checked_params(one) for one in many]
 
 
 def check_int32(field: str, value: object) -> None:
@@ -50,10 +60,10 @@ def prompts_of(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
     """One prompt, or several, as a list: a list of numbers is one prompt of token ids."""
     if isinstance(prompts, str):
         return [prompts]
-    many = list(prompts)
+    many = checked_list("prompt", prompts, "token ids, a text, or a list of these")
     if many and not all(isinstance(one, (str, Seq)) for one in many):
-        return [many]  # type: ignore[list-item]
-    return many  # type: ignore[return-value]
+        return [many]
+    return many
 
 
 def check_count(field: str, n: object) -> None:

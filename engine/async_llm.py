@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 from ramet.engine.arguments import Prompt
 from ramet.engine.async_work import Task, Work, reject, resolve
 from ramet.engine.branch import Branch
-from ramet.engine.checks import check_int
+from ramet.engine.checks import check_int, checked_list
 from ramet.engine.config import EngineConfig
 from ramet.engine.engine import LOCAL, Stats
 from ramet.engine.errors import RametError
@@ -154,8 +154,21 @@ class AsyncLLM:
         **settings: Any,
     ) -> list[Choice]:
         """See LLM.step."""
-        inner = [branch._branch for branch in branches]
+        inner = _inner(branches)
         return await self._run(lambda: self._llm._stepping(inner, params, settings))
+
+    async def expand(
+        self,
+        branches: Seq[AsyncBranch],
+        n: int | None = None,
+        *,
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+        **settings: Any,
+    ) -> list[list[AsyncBranch]]:
+        """See LLM.expand."""
+        inner = _inner(branches)
+        families = await self._run(lambda: self._llm._expanding(inner, n, params, settings))
+        return [[AsyncBranch(self, child) for child in family] for family in families]
 
     async def stats(self) -> Stats:
         """See LLM.stats."""
@@ -368,3 +381,9 @@ class AsyncBranch:
 
     def _wrap(self, branches: Iterable[Branch]) -> list[AsyncBranch]:
         return [AsyncBranch(self.llm, branch) for branch in branches]
+
+
+def _inner(branches: object) -> list[Branch]:
+    """The engine's own branches; what is none of ours is left for the engine to refuse."""
+    many = checked_list("branches", branches, "branches")
+    return [branch._branch if isinstance(branch, AsyncBranch) else branch for branch in many]

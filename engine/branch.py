@@ -6,7 +6,8 @@ import operator
 from collections.abc import Callable, Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
-from ramet.engine.arguments import Prompt, check_count, fields_of, params_of
+from ramet.engine.arguments import Prompt, check_count, checked_params, fields_of, params_of
+from ramet.engine.checks import checked_list
 from ramet.engine.errors import BranchReleased, InvalidInput
 from ramet.engine.operation import Operation
 from ramet.engine.outputs import Choice, Score
@@ -218,11 +219,12 @@ class Branch:
                 each = SamplingParams(**{**fields_of(each), "n": n})
             self.llm._check_params(each, of_branch=True)
             return engine.generations(self._sequence, each)
-        if settings or (n is not None and n != len(params)):
+        each_params = checked_list("params", params, "SamplingParams")
+        if settings or (n is not None and n != len(each_params)):
             raise InvalidInput("params", "give each child its own settings, and so decide how many there are")
         generations = []
-        for index, own in enumerate(params):
-            self.llm._check_params(own, of_branch=True)
+        for index, own in enumerate(each_params):
+            self.llm._check_params(checked_params(own), of_branch=True)
             if own.n != 1:
                 raise InvalidInput("n", "must be 1 in each child's params", own.n)
             generation = engine.generations(self._sequence, own)[0]
@@ -245,9 +247,8 @@ class Branch:
     def _scoring(self, candidates: Seq[Prompt], suffix: Prompt | None = None) -> Operation[list[Score]]:
         """Of a branch that runs, what is there so far is scored."""
         self._check_live()
-        if isinstance(candidates, str):
-            raise InvalidInput("candidates", "must be a list of texts or token ids", candidates)
-        many = [self.llm.encode(c, "candidates", add_special_tokens=False) for c in candidates]
+        listed = checked_list("candidates", candidates, "texts or token ids")
+        many = [self.llm.encode(c, "candidates", add_special_tokens=False) for c in listed]
         if suffix is not None:
             suffix = self.llm.encode(suffix, "suffix", add_special_tokens=False)
         engine = self.llm.engine

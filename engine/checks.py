@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
+from typing import Any
 
 from ramet.engine.errors import InvalidInput
 
@@ -39,6 +40,13 @@ def check_bool(field: str, value: object) -> None:
     """True or false, and not 1 or 0."""
     if not isinstance(value, bool):
         raise InvalidInput(field, "must be true or false", value)
+
+
+def checked_list(field: str, value: object, what: str) -> list[Any]:
+    """Any iterable as a list, but a text, bytes or a mapping: their items are not what a caller means."""
+    if isinstance(value, (str, bytes, bytearray, Mapping)) or not isinstance(value, Iterable):
+        raise InvalidInput(field, f"must be a list of {what}", value)
+    return list(value)
 
 
 def checked_strings(field: str, value: object, most: int) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ramet.engine.linear import Linear, join_linears, rows_for_fp32
+from ramet.engine.linear import RMSNorm, join_linears, rows_for_onednn
 from ramet.engine.model_attention import Attend, AttendCall, ModelShape
 from ramet.kernels.options import AttentionOptions
 
@@ -29,16 +29,15 @@ Forward: TypeAlias = Callable[[Tensor, Tensor, Tensor, Attend], Tensor]  # Loade
 class _Layer:
     """One decoder layer's weights, with projections of the same input joined."""
 
-    def __init__(self, layer: Any, options: AttentionOptions, wide_from: int | None) -> None:
+    def __init__(self, layer: Any, options: AttentionOptions, onednn_from: int | None) -> None:
         self.options = options
         attention, mlp = layer.self_attn, layer.mlp
-        self.qkv = join_linears([attention.q_proj, attention.k_proj, attention.v_proj], wide_from)
-        self.out = join_linears([attention.o_proj], wide_from)
-        self.gate_up = join_linears([mlp.gate_proj, mlp.up_proj], wide_from)
-        self.down = join_linears([mlp.down_proj], wide_from)
-        self.norm = _in_both(layer.input_layernorm.weight)
-        self.mlp_norm = _in_both(layer.post_attention_layernorm.weight)
-        self.eps = float(layer.input_layernorm.variance_epsilon)
+        self.qkv = join_linears([attention.q_proj, attention.k_proj, attention.v_proj], onednn_from)
+        self.out = join_linears([attention.o_proj], onednn_from)
+        self.gate_up = join_linears([mlp.gate_proj, mlp.up_proj], onednn_from)
+        self.down = join_linears([mlp.down_proj], onednn_from)
+        self.norm = RMSNorm(layer.input_layernorm)
+        self.mlp_norm = RMSNorm(layer.post_attention_layernorm)
         self.scale = float(attention.scaling)
         self.head_norms: Tensor | None = None  # [H + Hkv, D], where heads are normalised (qwen3)
 
@@ -57,15 +56,13 @@ class FusedLlama:
         self.windows = [asked.window for asked in options]
         self._embed: Tensor = module.model.embed_tokens.weight.detach()  # [V, C]
         self._rotary = module.model.rotary_emb
-        num_weights = sum(parameter.numel() for parameter in module.parameters())
-        wide_from = self._wide_from = rows_for_fp32(num_weights, self._embed.dtype)
+        onednn_from = rows_for_onednn(self._embed.dtype)
         self._layers: list[_Layer] = []
         for layer, asked in zip(module.model.layers, options, strict=True):
-            self._layers.append(_Layer(layer, asked, wide_from))
+            self._layers.append(_Layer(layer, asked, onednn_from))
             self._layers[-1].norm_heads(layer.self_attn, shape)
-        self._norm: Tensor = module.model.norm.weight.detach()  # [C]
-        self._eps = float(module.model.norm.variance_epsilon)
-        self._head: Linear = join_linears([module.lm_head], wide_from)
+        self._norm = RMSNorm(module.model.norm)
+        self._head = join_linears([module.lm_head], onednn_from)
 
     def forward(self, token_ids: Tensor, positions: Tensor, logits_at: Tensor, call: AttendCall) -> Tensor:
         """token_ids, positions [T], logits_at [R], all int64 -> logits [R, V]. See LoadedModel.forward."""
@@ -73,28 +70,20 @@ class FusedLlama:
         num_tokens, head_dim = token_ids.shape[0], shape.head_dim
         num_rotated = shape.num_heads + shape.num_kv_heads
         x = F.embedding(token_ids, self._embed)  # [T, C]
-        dtype = x.dtype  # of the pages
-        if self._wide_from is not None and num_tokens >= self._wide_from:
-            x = x.float()  # all products are fp32 ones from here: converting around each would cost more
         cos, sin = self._rotation(x, positions)
         for index, layer in enumerate(self._layers):
-            h = _norm(x, layer.norm, layer.eps)
-            qkv = layer.qkv(h).view(num_tokens, -1, head_dim)  # [T, H + 2 Hkv, D]
+            qkv = layer.qkv.of_normed(x, layer.norm).view(num_tokens, -1, head_dim)  # [T, H + 2 Hkv, D]
             qk, v = qkv[:, :num_rotated], qkv[:, num_rotated:]
             if layer.head_norms is not None:
-                qk = F.rms_norm(qk, (head_dim,), None, layer.eps) * layer.head_norms.to(qk.dtype)
+                qk = F.rms_norm(qk, (head_dim,), None, layer.norm.eps) * layer.head_norms
             qk = torch.addcmul(qk * cos, qk.roll(head_dim // 2, -1), sin)
             q, k = qk[:, : shape.num_heads], qk[:, shape.num_heads :]
-            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
             attended = call.run(index, q, k, v, layer.scale, layer.options)  # [T, H, D]
-            x = layer.out.added_to(x, attended.reshape(num_tokens, -1).to(x.dtype))
-            h = _norm(x, layer.mlp_norm, layer.eps)
-            gate, up = layer.gate_up(h).chunk(2, dim=-1)  # [T, F] each
-            x = layer.down.added_to(x, F.silu(gate).mul_(up))
+            x = layer.out(attended.reshape(num_tokens, -1), x)
+            x = layer.down.of_gated(layer.gate_up.of_normed(x, layer.mlp_norm), x)
         if not logits_at.shape[0]:
             return x.new_empty(0, shape.vocab_size)
-        last = F.rms_norm(x[logits_at].to(dtype), self._norm.shape, self._norm, self._eps)  # [R, C]
-        return self._head(last)
+        return self._head.of_normed(x[logits_at], self._norm)
 
     def _rotation(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [T, 1, D] of each token's position, as the module's own rotary embedding has them.
@@ -105,16 +94,6 @@ class FusedLlama:
         sin = sin[0].clone()
         sin[:, : sin.shape[-1] // 2].neg_()
         return cos[0][:, None], sin[:, None]
-
-
-def _in_both(weight: Tensor) -> dict[torch.dtype, Tensor]:
-    """A norm's weight [C] in its own dtype and in fp32."""
-    return {torch.float32: weight.detach().float(), weight.dtype: weight.detach()}
-
-
-def _norm(x: Tensor, weights: dict[torch.dtype, Tensor], eps: float) -> Tensor:
-    weight = weights[x.dtype]
-    return F.rms_norm(x, weight.shape, weight, eps)
 
 
 def fuse(

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ramet.engine.arguments import Prompt, check_either, check_int32, params_of, params_of_each, prompts_of
 from ramet.engine.branch import Branch
+from ramet.engine.checks import check_bool, checked_list
 from ramet.engine.config import EngineConfig
 from ramet.engine.engine import LOCAL, Engine, Stats
 from ramet.engine.errors import InvalidInput
-from ramet.engine.operation import Operation, T
+from ramet.engine.operation import Operation, T, together
 from ramet.engine.outputs import Choice, Delta, Output
 from ramet.engine.prompt_scores import PromptScores
 from ramet.engine.runs import FanOut, Generation, Run
@@ -136,6 +137,7 @@ class LLM:
         many = [self.encode(prompt) for prompt in prompts_of(prompts)]
         each = params_of_each(params, settings, len(many))
         check_int32("priority", priority)
+        check_bool("cache", cache)
         requests: list[Request] = []
         try:
             for token_ids, own in zip(many, each, strict=True):
@@ -268,19 +270,40 @@ class LLM:
         params: SamplingParams | Seq[SamplingParams] | None,
         settings: dict[str, Any],
     ) -> Operation[list[Choice]]:
-        if not branches:
-            return []
-        if len(set(branches)) < len(branches):
-            raise InvalidInput("branches", "must not name a branch twice")
-        if any(branch.llm is not self for branch in branches):
-            raise InvalidInput("branches", "must be branches of this LLM")
+        branches = self._checked(branches)
         check_either(params, settings)
         if params is None:
             params = params_of(None, {"max_tokens": 1, **settings})
-        each = [params] * len(branches) if isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(branches):
-            raise InvalidInput("params", f"must be one or {len(branches)}", len(each))
-        return (yield from self._continuing(branches, each))
+        return (yield from self._continuing(branches, params_of_each(params, {}, len(branches))))
+
+    def expand(
+        self,
+        branches: Seq[Branch],
+        n: int | None = None,
+        *,
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+        **settings: Any,
+    ) -> list[list[Branch]]:
+        """`Branch.expand` for several branches in one batch: the new children of each.
+
+        `params` is one for all or one for each branch, and its `n`, or `n`, says how many children.
+        """
+        return self._drive(self._expanding(branches, n, params, settings))
+
+    def _expanding(
+        self,
+        branches: Seq[Branch],
+        n: int | None,
+        params: SamplingParams | Seq[SamplingParams] | None,
+        settings: dict[str, Any],
+    ) -> Operation[list[list[Branch]]]:
+        branches = self._checked(branches)
+        each = params_of_each(params, settings, len(branches))
+        return (
+            yield from together(
+                [branch._expanding(n, own, {}) for branch, own in zip(branches, each, strict=True)]
+            )
+        )
 
     def _continuing(self, branches: Seq[Branch], params: Seq[SamplingParams]) -> Operation[list[Choice]]:
         runs = []
@@ -323,6 +346,14 @@ class LLM:
             return result
 
     # -- checks --------------------------------------------------------------------------------------
+
+    def _checked(self, branches: object) -> list[Branch]:
+        many = checked_list("branches", branches, "branches")
+        if not all(isinstance(branch, Branch) and branch.llm is self for branch in many):
+            raise InvalidInput("branches", "must be branches of this LLM")
+        if len(set(many)) < len(many):
+            raise InvalidInput("branches", "must not name a branch twice")
+        return many
 
     def encode(self, prompt: Prompt, field: str = "prompt", *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a prompt, checked. Raises InvalidInput, which names `field`."""

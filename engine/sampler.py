@@ -92,10 +92,12 @@ def sample(logits: Tensor, rows: Sequence[RowSampling]) -> Sampled:
     logits = adjusted(raw_logits, [row.adjustment for row in rows])
     if logits is not raw_logits:
         _check_finite(raw_logits.amax(dim=-1))  # a ban could hide it
-    token_ids = logits.argmax(dim=-1)  # [R]; the lowest id where several are equal
+    token_ids = _likeliest(logits)  # [R]
     _check_finite(logits.gather(1, token_ids[:, None])[:, 0])
     drawn = [index for index, row in enumerate(rows) if not row.is_greedy]
-    if drawn:
+    if len(drawn) == len(rows):
+        token_ids = _draw(logits, rows)
+    elif drawn:
         index = torch.tensor(drawn, device=logits.device)
         token_ids[index] = _draw(logits[index], [rows[i] for i in drawn])
     raw = torch.log_softmax(raw_logits, dim=-1)  # [R, V]
@@ -157,7 +159,9 @@ def _draw(logits: Tensor, rows: Sequence[RowSampling]) -> Tensor:
         # The likeliest token has weight 1, whatever the filters have taken from the others.
         weights *= weights >= _column(weights, [row.min_p for row in rows])
     number = uniforms([row.seed for row in rows], [row.position for row in rows])
-    runs = F.pad(weights, (0, -vocab_size % _RUN)).view(len(rows), -1, _RUN)  # [F, V / 256, 256]
+    if vocab_size % _RUN:
+        weights = F.pad(weights, (0, -vocab_size % _RUN))
+    runs = weights.view(len(rows), -1, _RUN)  # [F, V / 256, 256]
     ends = runs.sum(dim=-1).cumsum(dim=-1, dtype=torch.float64)  # [F, V / 256]
     target = torch.from_numpy(number).to(logits.device)[:, None] * ends[:, -1:]  # [F, 1]
     run = _first_beyond(ends, target)  # [F, 1]
@@ -208,6 +212,13 @@ def _threshold(logits: Tensor, rows: Sequence[RowSampling]) -> tuple[Tensor, Ten
     wanted = mass.gather(1, limit - 1) * share
     num_kept = torch.where(share < 1.0, (mass < wanted).sum(dim=-1, keepdim=True) + 1, limit)
     return num_kept, values.gather(1, num_kept - 1)
+
+
+def _likeliest(logits: Tensor) -> Tensor:
+    """The id of each row's highest logit [R, V] -> [R], the lowest where several are equal."""
+    if logits.device.type == "cpu":  # numpy finds it with vector instructions, 7 times faster than torch
+        return torch.from_numpy(logits.numpy().argmax(axis=-1))
+    return logits.argmax(dim=-1)
 
 
 def _sorted(logits: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ramet.engine.checks import checked_list
 from ramet.engine.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -25,11 +26,11 @@ _MAX_OPEN_TOKENS = 4
 _MAX_HELD_TOKENS = 16
 
 
-def validate_token_ids(token_ids: Iterable[object], vocab_size: int, field: str) -> list[int]:
+def validate_token_ids(token_ids: object, vocab_size: int, field: str) -> list[int]:
     """The ids as plain ints; raises InvalidInput, naming ``field``, for one outside of the vocabulary."""
     limit = f"must hold token ids between 0 and {vocab_size - 1}"
     checked: list[int] = []
-    for token_id in token_ids:
+    for token_id in checked_list(field, token_ids, "token ids"):
         # A bool is an int to Python, and numpy's integers are not.
         if isinstance(token_id, bool) or not hasattr(token_id, "__index__"):
             raise InvalidInput(field, limit, token_id)

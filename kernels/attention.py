@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ramet.kernels import cpu_native
 from ramet.kernels.cpu import CPUAttention
+from ramet.kernels.cpu_native import NativeAttention
 from ramet.kernels.kv_pool import KVPool
 from ramet.kernels.options import PLAIN, AttentionOptions
 from ramet.kernels.plan import AttentionPlan, Ints, Planner
@@ -15,7 +17,7 @@ from ramet.kernels.plan import AttentionPlan, Ints, Planner
 
 @dataclass(frozen=True)
 class Prepared:
-    """A step that is ready to run: where its tokens are written, and its work list."""
+    """A step that is ready to run with torch's operators: where its tokens are written, and its work list."""
 
     pool: KVPool
     slots: torch.Tensor  # [W] int64, of the tokens that are written
@@ -23,7 +25,10 @@ class Prepared:
     attention: CPUAttention
 
 
-# A shared segment costs some tens of microseconds a layer, so it has to spare the reading of so many numbers.
+# A segment costs the C kernels a task and a merge more for its rows, about as much as reading some hundred
+# tokens of one row does: it has to spare more than that.
+NATIVE_MIN_TOKENS_SAVED = 256
+# With torch's operators a segment costs tens of microseconds, so it has to spare the reading of many numbers.
 # Half precision needs more, because shared segments are widened to fp32. There a segment has to be a good
 # part of what its rows read as well, because a large private part is rounded once more when it is merged.
 CPU_MIN_NUMBERS_SAVED = 200_000
@@ -33,13 +38,15 @@ CPU_MIN_FRACTION_HALF = 0.2
 
 def planner(pool: KVPool) -> Planner:
     """The planner whose idea of what pays suits the pool."""
+    if cpu_native.serves(pool):
+        return Planner(pool.block_size, NATIVE_MIN_TOKENS_SAVED)
     half = pool.dtype != torch.float32
     numbers = CPU_MIN_NUMBERS_SAVED_HALF if half else CPU_MIN_NUMBERS_SAVED
     tokens = numbers // (2 * pool.num_kv_heads * pool.head_dim)
     return Planner(pool.block_size, max(tokens, 128), CPU_MIN_FRACTION_HALF if half else 0.0)
 
 
-def prepare(pool: KVPool, plan: AttentionPlan, slots: Ints) -> Prepared:
+def prepare(pool: KVPool, plan: AttentionPlan, slots: Ints) -> Prepared | NativeAttention:
     """Make all that the layers of a step have in common.
 
     `slots` [T] says where K and V of each token go, -1 for a query-only token, which writes none.
@@ -50,6 +57,8 @@ def prepare(pool: KVPool, plan: AttentionPlan, slots: Ints) -> Prepared:
     where = np.asarray(slots, dtype=np.int64)
     assert where.shape == (plan.num_tokens,), "each token of the plan has one slot, or -1"
     assert where.max() < pool.num_blocks * pool.block_size, "a slot lies outside the pool"
+    if cpu_native.serves(pool):
+        return NativeAttention(plan, pool, where)
     written = None
     if where.min() < 0:
         index = np.flatnonzero(where >= 0)
@@ -58,7 +67,7 @@ def prepare(pool: KVPool, plan: AttentionPlan, slots: Ints) -> Prepared:
 
 
 def attend(
-    prepared: Prepared,
+    prepared: Prepared | NativeAttention,
     layer: int,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -67,6 +76,8 @@ def attend(
     options: AttentionOptions = PLAIN,
 ) -> torch.Tensor:
     """Write k, v [T, Hkv, D] of the tokens that have a slot, then attend with q [T, H, D]: out [T, H, D]."""
+    if isinstance(prepared, NativeAttention):
+        return prepared(layer, q, k, v, scale, options)
     if prepared.written is not None:
         k, v = k.index_select(0, prepared.written), v.index_select(0, prepared.written)
     if len(prepared.slots):

@@ -58,6 +58,42 @@ def test_children_with_their_own_settings(make_tiny: MakeLLM) -> None:
     assert kids[2].token_ids[: len(kids[1])] == kids[1].token_ids
 
 
+def test_several_branches_expand_in_one_batch(make_tiny: MakeLLM) -> None:
+    llm = make_tiny()
+    leaves = llm.branch(PROMPT).fork(2)
+    leaves[1].extend(PROMPT[:20])
+    apart = [[kid.token_ids for kid in leaf.expand(n=2, max_tokens=5, seed=3)] for leaf in leaves]
+    llm = make_tiny()
+    leaves = llm.branch(PROMPT).fork(2)
+    leaves[1].extend(PROMPT[:20])
+    steps, tokens = llm.stats().num_steps, llm.stats().num_computed_tokens
+    families = llm.expand(leaves, 2, max_tokens=5, seed=3)
+    assert [[kid.token_ids for kid in family] for family in families] == apart
+    assert llm.stats().num_steps - steps == 5
+    # One query of the first leaf, the second leaf's 20 tokens, and four tokens of each child.
+    assert llm.stats().num_computed_tokens - tokens == 1 + 20 + 4 * 4
+    own = llm.expand(leaves, params=[SamplingParams(n=n, max_tokens=1) for n in (1, 3)])
+    assert [len(family) for family in own] == [1, 3]
+    assert [kid.parent for family in own for kid in family] == [leaves[0]] + [leaves[1]] * 3
+    assert llm.expand([], 2) == []
+
+
+def test_several_branches_expand_all_or_none(make_tiny: MakeLLM) -> None:
+    llm = make_tiny()
+    root = llm.branch(PROMPT)
+    good, gone = root.fork(2)
+    gone.release()
+    before = llm.stats()
+    with pytest.raises(BranchReleased):
+        llm.expand([good, gone], 2)
+    for branches, settings in (([good, good], {}), ([good], {"n": 0}), ([good], {"params": [], "n": 1})):
+        with pytest.raises(InvalidInput):
+            llm.expand(branches, **settings)
+    assert llm.stats() == before, "nothing ran"
+    assert good.children == [], "and no child is left"
+    assert len(good.expand(n=2, max_tokens=2)) == 2, "the branch is free to go on"
+
+
 def test_one_seed_gives_n_different_choices_again_and_again(make_tiny: MakeLLM) -> None:
     settings: dict[str, Any] = {"n": 4, "seed": 7, "temperature": 1.0, "max_tokens": 24}
     first, second = (
@@ -157,6 +193,8 @@ def test_a_released_branch_says_so(make_tiny: MakeLLM) -> None:
 
 
 def bad_calls(llm: Any, branch: Any) -> list[tuple[str, Callable[[], Any]]]:
+    no_list: list[Any] = [5, None, {1: 2}, b"ab"]
+    no_params: list[Any] = [5, [5], "a", {}]
     return [
         ("prompt", lambda: llm.generate([[]])),
         ("prompt", lambda: llm.generate([[1, 2], []])),
@@ -166,6 +204,24 @@ def bad_calls(llm: Any, branch: Any) -> list[tuple[str, Callable[[], Any]]]:
         ("prompt", lambda: llm.generate([[1.5]])),
         ("prompt", lambda: llm.generate("text without a tokenizer")),
         ("prompt", lambda: llm.branch()),
+        *[("prompt", lambda wrong=wrong: llm.generate(wrong)) for wrong in no_list],
+        ("prompt", lambda: llm.branch(5)),
+        *[("text", lambda wrong=wrong: branch.extend(wrong)) for wrong in no_list],
+        *[("candidates", lambda wrong=wrong: branch.score(wrong)) for wrong in (5, None, [5], "a")],
+        *[
+            ("params", lambda verb=verb, wrong=wrong: verb(wrong))
+            for wrong in no_params
+            for verb in (
+                lambda params: llm.generate([1], params=params),
+                lambda params: llm.step([branch], params=params),
+                lambda params: llm.expand([branch], params=params),
+                lambda params: branch.generate(params=params),
+                lambda params: branch.expand(params=params),
+            )
+        ],
+        *[("branches", lambda wrong=wrong: llm.step(wrong)) for wrong in (5, None, [1], branch)],
+        *[("branches", lambda wrong=wrong: llm.expand(wrong)) for wrong in (5, None, [1], branch)],
+        ("cache", lambda: llm.generate([1], cache="no")),
         ("messages", lambda: llm.branch(messages=[{"role": "user", "content": "hi"}])),
         ("stop", lambda: llm.generate([1], stop="x")),
         ("stop_token_ids", lambda: llm.generate([1], stop_token_ids=[512])),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from ramet.kernels import cpu_native
 from ramet.kernels.kv_pool import KVPool
 from ramet.kernels.plan import AttentionPlan, Planner, shared_with_previous
 
@@ -140,3 +141,11 @@ def no_rows() -> type[Rows]:
 def case_of() -> Callable[..., Case]:
     """A step over given rows, with a pool poisoned by NaN wherever no row looks."""
     return make_case
+
+
+@pytest.fixture(params=["C", "torch"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both CPU paths in turn: the C kernels, and torch's operators as if there were no compiler."""
+    if request.param == "torch":
+        monkeypatch.setattr(cpu_native, "serves", lambda pool: False)
+    return str(request.param)

@@ -13,6 +13,8 @@ from ramet.kernels import attention
 from ramet.kernels.kv_pool import KVPool
 from ramet.kernels.reference import paged_attention
 
+pytestmark = pytest.mark.usefixtures("path")
+
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_step_writes_then_attends(
@@ -102,7 +104,7 @@ def test_slots_that_do_not_fit_are_a_bug(no_rows: type[Any], slots: list[int]) -
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_planner_shares_what_pays_for_the_pool(no_rows: type[Any], dtype: torch.dtype) -> None:
+def test_the_planner_shares_what_pays_for_the_pool(no_rows: type[Any], path: str, dtype: torch.dtype) -> None:
     pool = KVPool(1, 1, 8, 128, 16, dtype)
     planner = attention.planner(pool)
     assert planner.block_size == 16
@@ -118,5 +120,5 @@ def test_the_planner_shares_what_pays_for_the_pool(no_rows: type[Any], dtype: to
 
     assert num_segments(shared=128, own=8, num_rows=16) == 1
     assert num_segments(shared=1, own=8, num_rows=2) == 0
-    # A short prompt and long samples: in half precision the gain is less than what widening costs.
-    assert num_segments(shared=4, own=64, num_rows=16) == (dtype == torch.float32)
+    # A short prompt and long samples: torch in half precision gains less than what widening costs.
+    assert num_segments(shared=4, own=64, num_rows=16) == (path == "C" or dtype == torch.float32)

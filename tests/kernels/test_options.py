@@ -103,6 +103,7 @@ def test_half_precision(
         check(case_of(rows_of(random.Random(seed), 4, 3), HEADS, dtype=dtype), options, tolerance=5e-3)
 
 
+@pytest.mark.usefixtures("path")
 def test_layers_of_one_step_may_differ(rows_of: Callable[..., Any], case_of: Callable[..., Any]) -> None:
     rows = rows_of(random.Random(3), 4, 3)
     every = [AttentionOptions(7), PLAIN, AttentionOptions(3, 1.0), AttentionOptions(7, None, SINKS), PLAIN]
