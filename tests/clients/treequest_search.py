@@ -22,7 +22,9 @@ def call(method: str, path: str, body: dict[str, Any] | None = None) -> dict[str
         return answer
 
 
-root = call("POST", "/v1/branches", {"prompt": "A short list of fruits: apple,", "lease": {"ttl": 60}})
+# Longer than a few blocks: it is whole blocks that branches share for good.
+PROMPT = "Fruits that grow on trees, one after the other. " * 10 + "A short list of fruits: apple,"
+root = call("POST", "/v1/branches", {"prompt": PROMPT, "lease": {"ttl": 60}})
 
 
 def expand(parent: dict[str, Any] | None, seed: int) -> tuple[dict[str, Any], float]:
