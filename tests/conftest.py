@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+
+# Without a GPU the Triton kernels run in Triton's interpreter, which has to know before it is imported.
+os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
 
 from ramet import LLM
 from ramet.testing import check_invariants, tiny_llama
