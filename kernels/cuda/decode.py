@@ -1,0 +1,95 @@
+"""Decode attention on a GPU: the launches of one layer.
+
+Shared segments with many query rows are bound by arithmetic, private ones by memory. They run on two streams, and
+as a wide CTA and narrow ones fit on an SM together, each hides under the other (the effect of POD-Attention, arXiv
+2410.18038, without a fused kernel). Then the parts are merged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ramet.kernels.cuda.attend import attend_kernel
+from ramet.kernels.cuda.merge import merge
+from ramet.kernels.cuda.tile import Tile, padded
+from ramet.kernels.cuda.work import DecodeWork
+from ramet.kernels.cuda.workspace import Upload
+from ramet.kernels.options import AttentionOptions
+
+LOG2_E = 1.4426950408889634
+
+
+def decode(
+    work: DecodeWork, layer: int, q: Tensor, out: Tensor, scale: float, options: AttentionOptions
+) -> None:
+    """Attend with the queries q [T, H, D] of the rows of `work`, and write their rows of out [T, H, D]."""
+    workspace = work.workspace
+    assert q.shape == out.shape and q.shape[1:] == (workspace.num_heads, workspace.pool.head_dim), (
+        "other heads"
+    )
+    assert q.stride(-1) == out.stride(-1) == 1, "the numbers of a head lie side by side"
+    assert scale > 0, "a scale keeps the order of the scores"
+    call = _Call(work, layer, q, out, scale, options)
+    if work.wide_tile is None:
+        call.attend(work.narrow_tile, workspace.narrow_items, work.num_narrow)
+    else:
+        with _beside(workspace.side_stream):
+            call.attend(work.wide_tile, workspace.wide_items, work.num_wide)
+        if work.num_narrow:
+            call.attend(work.narrow_tile, workspace.narrow_items, work.num_narrow)
+        _join(workspace.side_stream)
+    if work.num_merges:
+        parts = workspace.part_out, workspace.part_lse
+        merge(workspace.merges.tensor, work.num_merges, *parts, out, options.sinks)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The launches of one layer have almost all their arguments in common."""
+
+    work: DecodeWork
+    layer: int
+    q: Tensor
+    out: Tensor
+    scale: float
+    options: AttentionOptions
+
+    def attend(self, tile: Tile, items: Upload, num_items: int) -> None:
+        workspace, options, q, out = self.work.workspace, self.options, self.q, self.out
+        pool = workspace.pool
+        key, value = pool.key(self.layer), pool.value(self.layer)  # [Hkv, N, B, D]
+        assert key.stride() == value.stride() and key.stride(-1) == 1, "K and V of a layer lie alike"
+        attend_kernel[(pool.num_kv_heads, num_items)](
+            q, q.stride(0), q.stride(1), key, value, key.stride(0), key.stride(1), key.stride(2),
+            items.tensor, workspace.block_ids.tensor, workspace.tokens.tensor, workspace.kv_lens.tensor,
+            workspace.part_starts.tensor, workspace.part_out, workspace.part_lse,
+            out, out.stride(0), out.stride(1), options.sinks,
+            self.scale if options.softcap is not None else self.scale * LOG2_E,
+            options.softcap or 0.0, options.window or 0,
+            GROUP=workspace.group, HEAD_DIM=pool.head_dim, DIMS=padded(pool.head_dim),
+            BLOCK_SIZE=pool.block_size, ROWS=tile.rows, TILE=tile.tokens, MASKS_ALL=tile.masks_all,
+            HAS_SOFTCAP=options.softcap is not None, HAS_WINDOW=options.window is not None,
+            HAS_SINKS=options.sinks is not None, **tile.options,
+        )  # fmt: skip
+
+
+@contextmanager
+def _beside(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Launch on `stream`, after what was launched so far and beside what follows. Without one, in turn."""
+    if stream is None:
+        yield
+        return
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+
+
+def _join(stream: torch.cuda.Stream | None) -> None:
+    """What is launched from here on comes after what runs on `stream`."""
+    if stream is not None:
+        torch.cuda.current_stream().wait_stream(stream)

@@ -1,0 +1,230 @@
+"""Turns a plan into what the decode kernels are launched on: items, parts, block ids.
+
+An item is one chunk of a segment for the query rows of one tile. What a chunk yields for a row is one part, and
+the parts of a row are numbered along its path. Numpy only; the lists are sent in the workspace's buffers.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ramet.kernels.cuda.tile import Tile, narrow, wide
+from ramet.kernels.cuda.workspace import Workspace
+from ramet.kernels.kv_pool import KVPool
+from ramet.kernels.plan import AttentionPlan, IntArray, Planner
+
+# Shared segments cost a further launch, 2 to 2.6 us a layer however small they are, and L2 serves some of what
+# is read twice. They pay from so many bytes a layer that are not read again, and the more the fewer rows share.
+GATE_BYTES, GATE_BYTES_FEW_ROWS = 48 << 20, 40 << 20
+MIN_SHARED_TOKENS_SAVED = 256  # by one segment, once there are some
+MIN_NARROW_CHUNK, MIN_WIDE_CHUNK = 256, 512  # tokens; a part has to be written, read and added up
+OPEN = -1  # an item that reaches as far as its row, whose length the kernel looks up
+
+
+def planner(pool: KVPool) -> Planner:
+    """The planner for a pool on a GPU. Whether its segments pay together is decided by DecodeWork."""
+    return Planner(pool.block_size, MIN_SHARED_TOKENS_SAVED)
+
+
+class Segments(NamedTuple):
+    """What is read: shared segments by level, then the private segments of rows. Each field is [X]."""
+
+    level: IntArray
+    row0: IntArray
+    num_rows: IntArray
+    start: IntArray  # position of the first token
+    num_tokens: IntArray
+    is_private: npt.NDArray[np.bool_]
+
+
+class Chunks(NamedTuple):
+    """How each segment is cut for its tile. Each field is [X]."""
+
+    rows: IntArray  # of a tile
+    num_tiles: IntArray
+    num_chunks: IntArray
+    num_tokens: IntArray  # of a chunk, the last of a segment may have fewer
+
+
+class DecodeWork:
+    """One step's work for the rows `rows` [R] of a plan, which have one query each.
+
+    The lists stay valid in the workspace until the next step's are made. A row's last item is open: it reads
+    the row's length on the device.
+    """
+
+    def __init__(self, plan: AttentionPlan, rows: IntArray, workspace: Workspace) -> None:
+        assert len(rows) > 0, "there are rows to decode"
+        assert (plan.query_lens[rows] == 1).all(), "a decoding row has one query"
+        self.plan, self.rows, self.workspace = plan, rows, workspace
+        pool, group = workspace.pool, workspace.group
+        self.narrow_tile = narrow(group, pool.head_dim, pool.dtype)
+        segments = self._segments(*self._shared())
+        is_wide = segments.num_rows * group > self.narrow_tile.rows
+        self.wide_tile = self._widest(segments, is_wide)
+        chunks = self._cut(segments, is_wide)
+        part0, num_parts = self._parts(segments, chunks)
+        # A row with a private segment and nothing else needs no merge: its item writes the output.
+        is_whole = np.zeros(len(rows), dtype=np.bool_)
+        is_whole[segments.row0[segments.is_private]] = True
+        is_whole &= num_parts == 1
+        num_parts[is_whole] = 0
+        part_starts = np.cumsum(num_parts) - num_parts
+        self.num_parts = int(num_parts.sum())
+
+        workspace.begin()
+        first_ids = self._send_block_ids(segments)
+        segment, items = self._items(segments, chunks, first_ids, part0, is_whole)
+        self.num_narrow = workspace.narrow_items.send(items[~is_wide[segment]])
+        self.num_wide = workspace.wide_items.send(items[is_wide[segment]])
+        tokens = plan.query_starts[rows]
+        workspace.tokens.send(tokens)
+        workspace.kv_lens.send(plan.kv_lens[rows])
+        workspace.part_starts.send(part_starts)
+        merges = np.stack((tokens, part_starts, num_parts, num_parts), 1)[num_parts > 0]
+        self.num_merges = workspace.merges.send(merges)
+        workspace.reserve_parts(self.num_parts)
+        workspace.end()
+
+    def _shared(self) -> tuple[IntArray, IntArray]:
+        """The shared segments [X, 5] of the decoding rows, as in the plan, and where private ones start [R].
+
+        Without any of them, if what they spare is too little.
+        """
+        plan, rows = self.plan, self.rows
+        shared = np.array(plan.segments, dtype=np.int64).reshape(-1, 5)
+        if len(rows) < plan.num_rows:  # rows with several queries are not here
+            shared[:, 1:3] = np.searchsorted(rows, shared[:, 1:3])
+            shared = shared[shared[:, 2] > shared[:, 1]]
+        num_rows, num_blocks = shared[:, 2] - shared[:, 1], shared[:, 4] - shared[:, 3]
+        read = int(num_blocks.sum())
+        saved = int((num_blocks * num_rows).sum()) - read
+        pool = self.workspace.pool
+        block_bytes = pool.bytes_per_block // pool.num_layers
+        if saved * block_bytes < GATE_BYTES + GATE_BYTES_FEW_ROWS * 2 * read / max(saved + read, 1):
+            return shared[:0], np.zeros(len(rows), dtype=np.int64)
+        return shared, plan.private_block0[rows]
+
+    def _segments(self, shared: IntArray, private_block0: IntArray) -> Segments:
+        size = self.plan.block_size
+        start = private_block0 * size
+        num_tokens = self.plan.kv_lens[self.rows] - start
+        (private,) = np.nonzero(num_tokens)
+        level, row0, row1, block0, block1 = shared.T
+        ones = np.ones_like(private)
+        return Segments(
+            np.concatenate((level, ones)),
+            np.concatenate((row0, private)),
+            np.concatenate((row1 - row0, ones)),
+            np.concatenate((block0 * size, start[private])),
+            np.concatenate(((block1 - block0) * size, num_tokens[private])),
+            np.arange(len(shared) + len(private)) >= len(shared),
+        )
+
+    def _widest(self, segments: Segments, is_wide: npt.NDArray[np.bool_]) -> Tile | None:
+        """The tile for all shared segments with many query rows: the one that is through with them first.
+
+        One for all: launches of three sizes side by side gained nothing over one of the best size.
+        """
+        if not is_wide.any():
+            return None
+        num_rows, num_tokens = segments.num_rows[is_wide], segments.num_tokens[is_wide]
+        pool, group = self.workspace.pool, self.workspace.group
+
+        def seconds(tile: Tile) -> float:
+            num_tiles = -(-num_rows // (tile.rows // group))
+            return float((num_tiles * num_tokens).sum()) * tile.rows / tile.tflops
+
+        return min(wide(group, pool.head_dim, pool.dtype, self.workspace.capability), key=seconds)
+
+    def _cut(self, segments: Segments, is_wide: npt.NDArray[np.bool_]) -> Chunks:
+        group = self.workspace.group
+        rows = np.full(len(is_wide), self.narrow_tile.rows // group)
+        if self.wide_tile is not None:
+            rows[is_wide] = self.wide_tile.rows // group
+        num_tiles = -(-segments.num_rows // rows)
+        num_chunks, size = np.empty_like(rows), np.empty_like(rows)
+        for tile, least, of in (
+            (self.narrow_tile, MIN_NARROW_CHUNK, ~is_wide),
+            (self.wide_tile, MIN_WIDE_CHUNK, is_wide),
+        ):
+            if tile is not None:
+                num_chunks[of], size[of] = self._chunks(tile, least, segments.num_tokens[of], num_tiles[of])
+        return Chunks(rows, num_tiles, num_chunks, size)
+
+    def _chunks(
+        self, tile: Tile, least: int, num_tokens: IntArray, num_tiles: IntArray
+    ) -> tuple[IntArray, IntArray]:
+        """Number and size of the chunks of segments, such that one wave of CTAs is about filled.
+
+        More waves would hide an uneven end, but each halving of the chunks costs 1 to 3 %.
+        """
+        workspace = self.workspace
+        num_ctas = workspace.num_sms * tile.ctas_per_sm
+        even = int((num_tokens * num_tiles).sum()) * workspace.pool.num_kv_heads / num_ctas
+        num_chunks = np.maximum(np.rint(num_tokens / max(even, least)), 1).astype(np.int64)
+        grain = max(tile.tokens, self.plan.block_size)
+        size = -(-num_tokens // (num_chunks * grain)) * grain
+        return -(-num_tokens // size), size
+
+    def _parts(self, segments: Segments, chunks: Chunks) -> tuple[IntArray, IntArray]:
+        """The index of the first part of each segment [X], and the number of parts of each row [R]."""
+        num_parts = np.zeros(len(self.rows), dtype=np.int64)
+        part0 = np.empty_like(segments.row0)
+        level = np.where(segments.is_private, -1, segments.level)
+        for of in [*(level == i for i in range(level.max() + 1)), segments.is_private]:
+            # Segments of one level do not overlap, so a row gets the parts of one of them at most.
+            row0, added = segments.row0[of], chunks.num_chunks[of]
+            part0[of] = num_parts[row0]
+            change = np.zeros(len(num_parts) + 1, dtype=np.int64)
+            np.add.at(change, row0, added)
+            np.subtract.at(change, row0 + segments.num_rows[of], added)
+            num_parts += np.cumsum(change[:-1])
+        return part0, num_parts
+
+    def _send_block_ids(self, segments: Segments) -> IntArray:
+        """Send the block ids of each segment, side by side; where each one's start [X]."""
+        size, tables = self.plan.block_size, self.plan.block_tables
+        block0 = segments.start // size
+        num_blocks = -(-segments.num_tokens // size)
+        places = zip(
+            self.rows[segments.row0].tolist(), block0.tolist(), (block0 + num_blocks).tolist(), strict=True
+        )
+        ids = chain.from_iterable(tables[row][first:end] for row, first, end in places)
+        self.workspace.block_ids.send(np.fromiter(ids, dtype=np.int32, count=int(num_blocks.sum())))
+        return np.cumsum(num_blocks) - num_blocks
+
+    def _items(
+        self,
+        segments: Segments,
+        chunks: Chunks,
+        first_ids: IntArray,
+        part0: IntArray,
+        is_whole: npt.NDArray[np.bool_],
+    ) -> tuple[IntArray, IntArray]:
+        """All items, the longest first so that the last to finish are short: segment [W] and item [W, 8].
+
+        An item is (first row, rows, first block id, position, tokens, part, whether it is all of its row, 0).
+        The tiles of one chunk stand side by side: the first reads it from memory, the others from L2.
+        """
+        order = np.argsort(-chunks.num_tokens, kind="stable")
+        num_items = (chunks.num_chunks * chunks.num_tiles)[order]
+        of = np.repeat(order, num_items)
+        index = np.arange(len(of)) - np.repeat(np.cumsum(num_items) - num_items, num_items)
+        chunk, tile = np.divmod(index, chunks.num_tiles[of])
+        first_row, first_token = tile * chunks.rows[of], chunk * chunks.num_tokens[of]
+        num_tokens = np.minimum(segments.num_tokens[of] - first_token, chunks.num_tokens[of])
+        num_tokens[segments.is_private[of] & (chunk == chunks.num_chunks[of] - 1)] = OPEN
+        items = np.zeros((len(of), 8), dtype=np.int64)
+        items[:, 0] = segments.row0[of] + first_row
+        items[:, 1] = np.minimum(segments.num_rows[of] - first_row, chunks.rows[of])
+        items[:, 2] = first_ids[of] + first_token // self.plan.block_size
+        items[:, 3] = segments.start[of] + first_token
+        items[:, 4] = num_tokens
+        items[:, 5] = part0[of] + chunk
+        items[:, 6] = is_whole[items[:, 0]]
+        return of, items
