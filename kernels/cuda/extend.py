@@ -1,4 +1,4 @@
-"""The extend kernel: rows with several queries each over their paged KV, causally; prefill is its simplest case."""
+"""The extend kernel: rows with several queries each over their paged KV; prefill is its simplest case."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def extend_kernel(
 ):
     """Grid (Hkv, W): one program attends with one item's queries to one KV head.
 
-    q, out [T, H, D]; key, value [Hkv, N, B, D], D contiguous, N and Hkv at any stride. items [W, 8] and block_ids:
-    see ramet.kernels.cuda.extend_work; tokens, query_positions, part_starts [Q] of the extending rows' queries.
-    part_out [P, H, D] and part_lse [P, H] fp32, the latter in powers of two.
+    q, out [T, H, D]; key, value [Hkv, N, B, D], D contiguous, N and Hkv at any stride. items [W, 8] and
+    block_ids: see ramet.kernels.cuda.extend_work; tokens, query_positions, part_starts [Q] of the extending
+    rows' queries. part_out [P, H, D] and part_lse [P, H] fp32, the latter in powers of two.
 
     The rows of a tile are GROUP query heads of ROWS // GROUP queries. Only the tiles at the end of what the
     queries see need a mask, or all of them where there is a window.
@@ -136,7 +136,7 @@ def extend(
     scale: float,
     options: AttentionOptions = PLAIN,
 ) -> None:
-    """Attend with the queries of the work's rows, q [T, H, D], and write theirs of out [T, H, D]; D contiguous."""
+    """Attend with the queries q [T, H, D] of the rows of `work`, and write their rows of out [T, H, D]."""
     workspace, tile = work.workspace, work.tile
     pool = workspace.pool
     key, value = pool.key(layer), pool.value(layer)

@@ -1,6 +1,6 @@
 """Turns a plan into what the extend kernel is launched on, for rows with any number of queries.
 
-An item is a tile of queries over one stretch of KV. Numpy only; what a step needs goes to the device in one copy.
+An item is a tile of queries over one stretch of KV. Numpy only; a step needs one copy to the device.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ramet.kernels.cuda.tile import extend_tile
+from ramet.kernels.cuda.tile import extend as extend_tile
 from ramet.kernels.cuda.workspace import Workspace
 from ramet.kernels.plan import AttentionPlan, IntArray
 
-# Rows that share a stretch take fewer tiles together than one by one where they have fewer queries than a tile
-# holds. It costs a merge, so it has to leave this part of the tiles at most.
+# Rows that share a stretch take fewer tiles together than one by one where they have fewer queries than a
+# tile holds. It costs a merge, so it has to leave this part of the tiles at most.
 MAX_TILES_LEFT = 0.75
 MIN_CHUNK = 512  # tokens of a tile's KV that go to one program at least, where there are too few tiles
 WHOLE = -1  # instead of a part: the item is all that its queries see
@@ -147,10 +147,11 @@ class ExtendWork:
 
 
 def _to_device(arrays: list[IntArray], device: torch.device) -> list[torch.Tensor]:
-    """The arrays as int32 tensors, in one copy; each starts at a multiple of 16 bytes, which kernels rely on."""
+    """The arrays as int32 tensors, in one copy; each begins at a multiple of 16 bytes, which kernels like."""
     starts = np.cumsum([0, *(-(-array.size // 4) * 4 for array in arrays)]).tolist()
+    places = [(start, start + array.size) for array, start in zip(arrays, starts, strict=False)]
     packed = np.zeros(starts[-1], dtype=np.int32)
-    for array, start in zip(arrays, starts, strict=False):
-        packed[start : start + array.size] = array.reshape(-1)
+    for array, (start, stop) in zip(arrays, places, strict=True):
+        packed[start:stop] = array.reshape(-1)
     sent = torch.from_numpy(packed).to(device)
-    return [sent[start : start + array.size].view(array.shape) for array, start in zip(arrays, starts, strict=False)]
+    return [sent[a:b].view(array.shape) for array, (a, b) in zip(arrays, places, strict=True)]

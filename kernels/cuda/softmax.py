@@ -75,12 +75,14 @@ def attend_tile(
     MASKED: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    high=None,
+    CAUSAL: tl.constexpr = False,
 ):
     """Add the TILE keys at `position` to the running softmax acc [ROWS, DIMS], total and top [ROWS].
 
     q [ROWS, DIMS]; key and value point to a KV head, offsets [TILE] from there. Keys at or past `end` are not
-    seen (if MASKED), nor those before low [ROWS] (if HAS_WINDOW). `scale` is that of the softmax, and includes
-    log2(e) unless there is a cap.
+    seen (if MASKED), nor those before low [ROWS] (if HAS_WINDOW) or past high [ROWS] (if CAUSAL). `scale` is
+    that of the softmax, and includes log2(e) unless there is a cap.
     """
     positions = position + tl.arange(0, TILE)
     in_head = dims < HEAD_DIM
@@ -97,6 +99,8 @@ def attend_tile(
         scores = tl.where(seen[None, :], scores, float("-inf"))
     if HAS_WINDOW:
         scores = tl.where(positions[None, :] >= low[:, None], scores, float("-inf"))
+    if CAUSAL:
+        scores = tl.where(positions[None, :] <= high[:, None], scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, 1) * scale)
     weights = tl.exp2(scores * scale - new_top[:, None])
     shrink = tl.exp2(top - new_top)

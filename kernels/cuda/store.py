@@ -1,4 +1,4 @@
-"""Reshape-and-cache: writes the new K and V of a step's tokens into their slots, rotating them on the way or not."""
+"""Reshape-and-cache: writes K and V of a step's tokens into their slots, rotated on the way or not."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _store_kernel(
 def store(
     key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> None:
-    """Write k, v [T, Hkv, D] to the slots [T] int64 of key, value [Hkv, N, B, D]; a slot of -1 writes nothing.
+    """Write k, v [T, Hkv, D] to the slots [T] int64 of key, value [Hkv, N, B, D]; -1 is none.
 
     Heads and tokens of k and v may lie anywhere, a head's numbers side by side.
     """
@@ -76,7 +76,7 @@ def store(
 
 @triton.jit
 def _rotate_half(x, partner, cos, sin, dim, HEAD_DIM: tl.constexpr):
-    """x cos + rotate_half(x) sin, where rotate_half(x) = (-x2, x1) and `partner` is the other half's number."""
+    """x cos + rotate_half(x) sin, rotate_half(x) = (-x2, x1); `partner` is the other half's number."""
     return x * cos + tl.where(dim < HEAD_DIM // 2, -partner, partner) * sin
 
 

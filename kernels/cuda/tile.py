@@ -53,6 +53,20 @@ def wide(group: int, head_dim: int, dtype: torch.dtype, capability: tuple[int, i
     return tuple(tile for tile in tiles if tile.rows >= least)
 
 
+def extend(
+    num_queries: int, group: int, head_dim: int, dtype: torch.dtype, capability: tuple[int, int]
+) -> Tile:
+    """The tile of rows with up to `num_queries` queries each: the smallest that they fill."""
+    assert group <= 128, f"no GPU path for {group} query heads on one KV head, only up to 128"
+    tokens = _tokens(head_dim, dtype)
+    rows = max(16, _power_of_two(min(num_queries * group, 128)), _power_of_two(group))
+    if dtype == torch.float32:  # correct, not fast: without tensor cores products pass through the registers
+        return Tile(max(16, _power_of_two(group)), 32, 4, 2, masks_all=False, ctas_per_sm=1, tflops=30)
+    if rows == 128 and capability[0] == 9:
+        return Tile(128, tokens, 8, 3, masks_all=False, ctas_per_sm=1, tflops=438)
+    return Tile(min(rows, 64), tokens, 4, 2, masks_all=False, ctas_per_sm=2, tflops=250)
+
+
 def _tokens(head_dim: int, dtype: torch.dtype) -> int:
     """Tokens of a tile, such that K and V of one take 32 KiB."""
     return min(16384 // padded(head_dim) // dtype.itemsize, 128)

@@ -84,15 +84,6 @@ def test_queries_of_a_transformers_layout_are_taken(no_rows: type[Any], case_of:
     assert torch.equal(got, dense)
 
 
-def test_a_device_without_a_path_is_refused(no_rows: type[Any]) -> None:
-    rows = no_rows(4)
-    rows.add(rows.take(1), 1, 1)
-    pool = KVPool(1, 1, 1, 4, 4, torch.float32)
-    pool.device = torch.device("cuda")
-    with pytest.raises(NotImplementedError, match="cuda"):
-        attention.prepare(pool, rows.plan(), rows.slots)
-
-
 @pytest.mark.parametrize("slots", [[0, 1], [4], []])
 def test_slots_that_do_not_fit_are_a_bug(no_rows: type[Any], slots: list[int]) -> None:
     rows = no_rows(4)

@@ -13,6 +13,7 @@ import torch
 from ramet.kernels.cuda.extend import extend
 from ramet.kernels.cuda.extend_work import ExtendWork
 from ramet.kernels.cuda.workspace import Workspace
+from ramet.kernels.kv_pool import KVPool, Layout
 from ramet.kernels.options import PLAIN, AttentionOptions
 from ramet.kernels.reference import paged_attention
 
@@ -29,7 +30,9 @@ def write(case: Any) -> None:
             case.pool.value(0)[:, slot // size, slot % size] = case.v[token]
 
 
-def run(case: Any, options: AttentionOptions = PLAIN, scale: float = 0.25, min_saved: int = 0) -> torch.Tensor:
+def run(
+    case: Any, options: AttentionOptions = PLAIN, scale: float = 0.25, min_saved: int = 0
+) -> torch.Tensor:
     """All rows through the kernel, with poison wherever it has to write."""
     workspace = Workspace(case.pool, case.q.shape[1])
     work = ExtendWork(case.rows.plan(min_saved), np.arange(len(case.rows.query_lens)), workspace)
@@ -61,11 +64,11 @@ def check(case: Any, options: AttentionOptions = PLAIN, scale: float = 0.25, min
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16, 64])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_ragged_trees_of_mixed_rows(
     rows_of: RowsOf, case_of: CaseOf, device: str, block_size: int, seed: int
 ) -> None:
-    rows = rows_of(random.Random(seed), block_size, 3, {1: 60, 4: 20}.get(block_size, 4))
+    rows = rows_of(random.Random(seed), block_size, 3, {1: 40, 4: 12, 16: 3, 64: 1}[block_size])
     check(case_of(rows, seed=seed, device=device, layout="block-major"))
 
 
@@ -76,8 +79,8 @@ def test_ragged_trees_of_mixed_rows(
         (5, 1, 80, 2),
         (6, 2, 96, 8),
         (16, 1, 64, 32),
-        (2, 2, 128, 128),
-        (14, 2, 64, 256),
+        (1, 1, 128, 128),
+        (7, 1, 64, 256),
         (2, 1, 256, 16),
         (71, 1, 64, 16),
         (3, 1, 16, 16),
@@ -95,9 +98,9 @@ def test_head_shapes(
     dtype: torch.dtype,
 ) -> None:
     rows = no_rows(block_size)
-    path = rows.take(-(-96 // block_size))
+    path = rows.take(-(-64 // block_size))
     shared = len(path) * block_size
-    for n, own in ((3, 5), (40, 40), (7, 9)):
+    for n, own in ((3, 5), (20, 20)):
         rows.add(path + rows.take(-(-own // block_size)), n, shared + own)
     case = case_of(
         rows.permuted(random.Random(1)), heads, kv_heads, head_dim, dtype, device=device, layout="block-major"
@@ -105,10 +108,10 @@ def test_head_shapes(
     check(case, scale=head_dim**-0.5)
 
 
-@pytest.mark.parametrize("query_len", [1, 2, 31, 32, 33, 65])
+@pytest.mark.parametrize("query_len", [1, 2, 31, 33])
 def test_lengths_around_every_edge(no_rows: type[Any], case_of: CaseOf, device: str, query_len: int) -> None:
     rows = no_rows(16)
-    for kv_len in (*range(query_len, query_len + 3), 63, 64, 65, 127, 128, 129):
+    for kv_len in (*range(query_len, query_len + 3), 63, 64, 65):
         if kv_len >= query_len:
             rows.add(rows.take(-(-kv_len // 16)), query_len, kv_len)
     check(case_of(rows.permuted(random.Random(0)), 2, 1, 16, device=device, layout="block-major"))
@@ -138,25 +141,26 @@ def test_options(no_rows: type[Any], case_of: CaseOf, device: str, name: str, mi
 
 
 def test_siblings_read_their_trunk_together(no_rows: type[Any], case_of: CaseOf, device: str) -> None:
-    """Eight tool results of 5 tokens on one trunk, between rows that do not extend, and below a second fork."""
+    """Eight tool results of 5 tokens on one trunk of 320, half of them below a second fork 64 tokens on."""
     rows = no_rows(16)
-    trunk = rows.take(40)
+    trunk = rows.take(20)
+    fork = trunk + rows.take(4)
     for i in range(8):
-        path = trunk + (rows.take(6) if i == 0 else rows.block_tables[0][40:46] if i < 4 else [])
+        path = fork if i < 4 else trunk
         rows.add(path + rows.take(1), 5, len(path) * 16 + 5 + i)
     case = case_of(rows.permuted(random.Random(4)), device=device, layout="block-major")
     workspace = Workspace(case.pool, 4)
     shared = ExtendWork(case.rows.plan(), np.arange(8), workspace)
     alone = ExtendWork(case.rows.plan(10**9), np.arange(8), workspace)
 
-    def num_tokens(work: ExtendWork) -> int:
+    def tokens_read(work: ExtendWork) -> int:
         items = work.items.cpu()
         return int((items[:, 4] - items[:, 3]).sum())
 
-    own = sum(length - (736 if i < 4 else 640) for i, length in enumerate(case.rows.kv_lens))
-    # Boundaries are at whole tiles; what lies past the last one is read by each.
-    assert num_tokens(alone) == sum(case.rows.kv_lens)
-    assert own + 640 + 96 <= num_tokens(shared) < num_tokens(alone) // 2
+    assert (shared.tile.rows, shared.tile.tokens) == (16, 32), "8 queries of 2 heads on a KV head are a tile"
+    assert tokens_read(alone) == sum(case.rows.kv_lens)
+    # 40 queries are 5 tiles on the trunk; 20 are 3 on the fork; each row reads its own tokens.
+    assert tokens_read(shared) == 5 * 320 + 3 * 64 + sum(range(5, 13))
     check(case)
 
 
@@ -183,18 +187,18 @@ def test_large_logits(rows_of: RowsOf, case_of: CaseOf, device: str) -> None:
         assert error(run(case), expected(case)) < 5e-5
 
 
-@pytest.mark.parametrize("cut", [1, 17, 64, 90])
+@pytest.mark.parametrize("cut", [1, 17, 64])
 def test_a_prompt_in_pieces_gives_the_same_bits(
     no_rows: type[Any], case_of: CaseOf, device: str, cut: int
 ) -> None:
     """Tiles lie at multiples of their size in the sequence, so a prefix hit changes no order of addition."""
     rows = no_rows(16)
-    rows.add(rows.take(9), 140, 140)
+    rows.add(rows.take(6), 90, 90)
     whole = case_of(rows, device=device, layout="block-major")
     write(whole)
     out = run(whole, min_saved=10**9)
     rest = no_rows(16)
-    rest.add(rest.take(9), 140 - cut, 140)
+    rest.add(rest.take(6), 90 - cut, 90)
     part = case_of(rest, device=device, layout="block-major")
     part.pool.storage.copy_(whole.pool.storage)
     part.q = whole.q[cut:]
@@ -213,7 +217,7 @@ def test_inputs_may_be_views(no_rows: type[Any], case_of: CaseOf, device: str) -
 
 
 @pytest.mark.parametrize("layout", ["block-major", "head-major"])
-def test_offsets_pass_32_bits(no_rows: type[Any], case_of: CaseOf, device: str, layout: str) -> None:
+def test_offsets_pass_32_bits(no_rows: type[Any], case_of: CaseOf, device: str, layout: Layout) -> None:
     """Blocks just above 2**31 numbers; on the CPU few of the pool's pages ever take memory."""
     rows = no_rows(16)
     rows.add(rows.take(2), 3, 20)
@@ -223,9 +227,7 @@ def test_offsets_pass_32_bits(no_rows: type[Any], case_of: CaseOf, device: str, 
     far = no_rows(16)
     far.num_blocks = num_blocks - 2
     far.add(far.take(2), 3, 20)
-    from ramet.kernels.kv_pool import KVPool
-
-    big = KVPool(1, num_blocks, 1, 64, 16, torch.float16, device, layout)  # type: ignore[arg-type]
+    big = KVPool(1, num_blocks, 1, 64, 16, torch.float16, device, layout)
     big.storage[:, :, :, -2:] = small.pool.storage
     near = run(small)
     small.pool, small.rows = big, far
