@@ -24,9 +24,10 @@ def block_ids_of(table, tile, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     """
     if TILE > BLOCK_SIZE:
         NUM_BLOCKS: tl.constexpr = TILE // BLOCK_SIZE
-        return tl.load(table + tile * NUM_BLOCKS + tl.arange(0, NUM_BLOCKS))
+        ids = tl.load(table + tile * NUM_BLOCKS + tl.arange(0, NUM_BLOCKS))
     else:
-        return tl.load(table + tile * TILE // BLOCK_SIZE)
+        ids = tl.load(table + tile * TILE // BLOCK_SIZE)
+    return ids
 
 
 @triton.jit
@@ -36,22 +37,24 @@ def slot_offsets(ids, tile, block_stride, slot_stride, TILE: tl.constexpr, BLOCK
     if TILE > BLOCK_SIZE:
         NUM_BLOCKS: tl.constexpr = TILE // BLOCK_SIZE
         block = tl.reshape(tl.broadcast_to(ids[:, None], [NUM_BLOCKS, BLOCK_SIZE]), [TILE])
-        return block.to(tl.int64) * block_stride + slot % BLOCK_SIZE * slot_stride
+        offsets = block.to(tl.int64) * block_stride + slot % BLOCK_SIZE * slot_stride
     else:
-        return ids.to(tl.int64) * block_stride + (tile * TILE % BLOCK_SIZE + slot) * slot_stride
+        offsets = ids.to(tl.int64) * block_stride + (tile * TILE % BLOCK_SIZE + slot) * slot_stride
+    return offsets
 
 
 @triton.jit
 def _load(pointers, seen, in_head, MASKS_TOKENS: tl.constexpr, MASKS_DIMS: tl.constexpr):
     """Load K or V. What lies past the end is not fetched: it costs bytes, and may be no number."""
     if MASKS_TOKENS and MASKS_DIMS:
-        return tl.load(pointers, mask=seen & in_head, other=0.0)
+        loaded = tl.load(pointers, mask=seen & in_head, other=0.0)
     elif MASKS_TOKENS:
-        return tl.load(pointers, mask=seen, other=0.0)
+        loaded = tl.load(pointers, mask=seen, other=0.0)
     elif MASKS_DIMS:
-        return tl.load(pointers, mask=in_head, other=0.0)
+        loaded = tl.load(pointers, mask=in_head, other=0.0)
     else:
-        return tl.load(pointers)
+        loaded = tl.load(pointers)
+    return loaded
 
 
 @triton.jit
