@@ -1,7 +1,7 @@
 """Compiles what the launchers would launch on a card that is not there, and reads what became of it.
 
-The real launchers run on CPU tensors, with Triton told to compile only; so it is the shipped configurations that are
-compiled, with the arguments that they are launched with.
+The real launchers run on CPU tensors, with Triton told to compile only; so it is the shipped configurations that
+are compiled, with the arguments that they are launched with.
 """
 
 from __future__ import annotations

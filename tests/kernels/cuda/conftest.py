@@ -8,4 +8,5 @@ import torch
 
 @pytest.fixture(scope="session")
 def device() -> str:
+    """Triton's own device: there is no second one to hold it against."""
     return "cuda" if torch.cuda.is_available() else "cpu"
