@@ -1,13 +1,14 @@
 """The decode kernel: queries of some rows over one stretch of paged KV, read once.
 
-One kernel serves private segments and shared ones; they differ in the size of the tile (ramet.kernels.cuda.tile).
-Its parts are added up by ramet.kernels.cuda.merge.
+One kernel serves private segments and shared ones; they differ in the size of the tile
+(ramet.kernels.cuda.tile). Its parts are added up by ramet.kernels.cuda.merge.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ramet.kernels.cuda.softmax import LOG2_E, NOTHING, add_logit, attend_tile, block_ids_of, slot_offsets
 
@@ -43,26 +44,38 @@ def attend_kernel(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     MASKS_ALL: tl.constexpr,
+    MASKS_KEYS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    STARTS_NEXT: tl.constexpr,
+    FOLLOWS: tl.constexpr,
 ):
     """Grid (Hkv, W): one program attends with the queries of one item to its stretch of one KV head.
 
-    q, out [T, H, D]; key, value [Hkv, N, B, D], D contiguous, N and Hkv at any stride (64 bit: a pool has more
-    than 2^31 numbers). items [W, 8] (ramet.kernels.cuda.work), block_ids: the ids of each item's blocks side by
-    side; tokens, kv_lens, part_starts [R] of the decoding rows. part_out [P, H, D] and part_lse [P, H] fp32,
-    the latter in powers of two. The KV head is the fastest axis of the grid, so that neighbours read one
-    block's slabs: 1.5 % faster.
+    q, out [T, H, D]; key, value [Hkv, N, B, D], D contiguous, Hkv and N at any stride (64 bit: a pool may hold
+    more than 2^31 numbers). items [W, 8] are described in ramet.kernels.cuda.work, block_ids holds the ids of
+    their blocks; tokens, kv_lens, part_starts [R] are of the decoding rows. part_out [P, H, D] and part_lse
+    [P, H] are fp32, the latter in powers of two. The KV head is the fastest axis of the grid, so that
+    neighbours read one block's slabs, which is 1.5 % faster.
 
     The query rows of a tile are the GROUP query heads of each of the item's rows, ROWS at most. Scores are
     masked in every tile (MASKS_ALL), or only in the last one.
+
+    STARTS_NEXT lets the kernel that follows start as soon as all programs of this one have: programmatic
+    dependent launch, where that kernel says itself what it waits for. FOLLOWS is for a kernel started so: it
+    needs nothing of the one before it, but must not end before that one does. So its last program, which has
+    to be one without an item, waits.
     """
     head = tl.program_id(0)
     item = items + tl.program_id(1) * 8
+    if STARTS_NEXT:
+        gdc_launch_dependents()
     num_rows = tl.load(item + 1)
-    if num_rows == 0:
-        return  # fills up a launch whose size is fixed
+    if num_rows == 0:  # fills up a launch whose size is fixed
+        if FOLLOWS and head == 0 and tl.program_id(1) == tl.num_programs(1) - 1:
+            gdc_wait()
+        return
     row0 = tl.load(item)
     table = block_ids + tl.load(item + 2)
     start = tl.load(item + 3)
@@ -108,14 +121,14 @@ def attend_kernel(
         ids = block_ids_of(table, tile + 1, TILE, BLOCK_SIZE)
         acc, total, top = attend_tile(
             acc, total, top, q_tile, key, value, offsets, dims, tile * TILE, num_tokens, low, scale, softcap,
-            HEAD_DIM, DIMS, TILE, MASKS_ALL, HAS_SOFTCAP, HAS_WINDOW,
+            HEAD_DIM, DIMS, TILE, MASKS_ALL, MASKS_KEYS, HAS_SOFTCAP, HAS_WINDOW,
         )  # fmt: skip
     if not MASKS_ALL:
         if num_full * TILE < num_tokens:
             offsets = slot_offsets(ids, num_full, kv_block_stride, kv_slot_stride, TILE, BLOCK_SIZE)
             acc, total, top = attend_tile(
                 acc, total, top, q_tile, key, value, offsets, dims, num_full * TILE, num_tokens, low, scale,
-                softcap, HEAD_DIM, DIMS, TILE, True, HAS_SOFTCAP, HAS_WINDOW,
+                softcap, HEAD_DIM, DIMS, TILE, True, MASKS_KEYS, HAS_SOFTCAP, HAS_WINDOW,
             )  # fmt: skip
 
     if is_whole != 0:

@@ -7,8 +7,6 @@ as a wide CTA and narrow ones fit on an SM together, each hides under the other 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +19,7 @@ from ramet.kernels.cuda.work import DecodeWork
 from ramet.kernels.cuda.workspace import Upload
 from ramet.kernels.options import AttentionOptions
 
+X = dict(order="chain")
 LOG2_E = 1.4426950408889634
 
 
@@ -35,17 +34,32 @@ def decode(
     assert q.stride(-1) == out.stride(-1) == 1, "the numbers of a head lie side by side"
     assert scale > 0, "a scale keeps the order of the scores"
     call = _Call(work, layer, q, out, scale, options)
-    if work.wide_tile is None:
-        call.attend(work.narrow_tile, workspace.narrow_items, work.num_narrow)
-    else:
-        with _beside(workspace.side_stream):
+    chain=X["order"]=="chain"
+    has_wide = work.wide_tile is not None
+    if not has_wide or chain:
+        pdl = workspace.capability[0] >= 9 and torch.cuda.is_available()
+        if has_wide: call.attend(work.wide_tile, workspace.wide_items, work.num_wide, starts_next=pdl)
+        call.attend(work.narrow_tile, workspace.narrow_items, work.num_narrow+1, starts_next=pdl and work.num_merges>0, follows=pdl and has_wide)
+        follows=pdl
+    elif X["order"] == "wide-side":
+        side = workspace.side_stream
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
             call.attend(work.wide_tile, workspace.wide_items, work.num_wide)
-        if work.num_narrow:
+        call.attend(work.narrow_tile, workspace.narrow_items, work.num_narrow)
+        torch.cuda.current_stream().wait_stream(side)
+        follows=False
+    elif X["order"] == "wide-main":
+        side = workspace.side_stream
+        side.wait_stream(torch.cuda.current_stream())
+        call.attend(work.wide_tile, workspace.wide_items, work.num_wide)
+        with torch.cuda.stream(side):
             call.attend(work.narrow_tile, workspace.narrow_items, work.num_narrow)
-        _join(workspace.side_stream)
+        torch.cuda.current_stream().wait_stream(side)
+        follows=False
     if work.num_merges:
         parts = workspace.part_out, workspace.part_lse
-        merge(workspace.merges.tensor, work.num_merges, *parts, out, options.sinks)
+        merge(workspace.merges.tensor, work.num_merges, *parts, out, options.sinks, work.most_parts, follows)
 
 
 @dataclass(frozen=True)
@@ -59,7 +73,7 @@ class _Call:
     scale: float
     options: AttentionOptions
 
-    def attend(self, tile: Tile, items: Upload, num_items: int) -> None:
+    def attend(self, tile: Tile, items: Upload, num_items: int, starts_next: bool=False, follows: bool=False) -> None:
         workspace, options, q, out = self.work.workspace, self.options, self.q, self.out
         pool = workspace.pool
         key, value = pool.key(self.layer), pool.value(self.layer)  # [Hkv, N, B, D]
@@ -72,24 +86,7 @@ class _Call:
             self.scale if options.softcap is not None else self.scale * LOG2_E,
             options.softcap or 0.0, options.window or 0,
             GROUP=workspace.group, HEAD_DIM=pool.head_dim, DIMS=padded(pool.head_dim),
-            BLOCK_SIZE=pool.block_size, ROWS=tile.rows, TILE=tile.tokens, MASKS_ALL=tile.masks_all,
+            BLOCK_SIZE=pool.block_size, ROWS=tile.rows, TILE=tile.tokens, MASKS_ALL=tile.masks_all, MASKS_KEYS=tile.max_registers is None,
             HAS_SOFTCAP=options.softcap is not None, HAS_WINDOW=options.window is not None,
-            HAS_SINKS=options.sinks is not None, **tile.options,
+            HAS_SINKS=options.sinks is not None, STARTS_NEXT=starts_next, FOLLOWS=follows, launch_pdl=follows, **tile.options,
         )  # fmt: skip
-
-
-@contextmanager
-def _beside(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Launch on `stream`, after what was launched so far and beside what follows. Without one, in turn."""
-    if stream is None:
-        yield
-        return
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        yield
-
-
-def _join(stream: torch.cuda.Stream | None) -> None:
-    """What is launched from here on comes after what runs on `stream`."""
-    if stream is not None:
-        torch.cuda.current_stream().wait_stream(stream)

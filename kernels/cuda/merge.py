@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 from torch import Tensor
 
 from ramet.kernels.cuda.softmax import LOG2_E, NOTHING
@@ -23,6 +24,7 @@ def merge_kernel(
     DIMS: tl.constexpr,
     PARTS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    FOLLOWS: tl.constexpr,
 ):
     """Grid (H, M): one program adds the parts of one query head of one row.
 
@@ -40,6 +42,8 @@ def merge_kernel(
     first = tl.load(merge + 1).to(tl.int64)
     dims = tl.arange(0, DIMS)
     in_head = dims < HEAD_DIM
+    if FOLLOWS:
+        gdc_wait()
     acc = tl.zeros([DIMS], tl.float32)
     total = 0.0
     top = NOTHING
@@ -67,14 +71,23 @@ def merge_kernel(
 
 
 def merge(
-    merges: Tensor, num_merges: int, part_out: Tensor, part_lse: Tensor, out: Tensor, sinks: Tensor | None
+    merges: Tensor,
+    num_merges: int,
+    part_out: Tensor,
+    part_lse: Tensor,
+    out: Tensor,
+    sinks: Tensor | None,
+    most_parts: int = 8,
+    follows: bool = False,
 ) -> None:
     """Write the rows of out [T, H, D] that `merges` [num_merges, 4] int32 name: each the sum of its parts.
 
-    part_out [P, H, D] and part_lse [P, H] fp32 in any shape of that order.
+    part_out [P, H, D] and part_lse [P, H], fp32, may have any shape of that order. `follows`: the kernel before
+    this one lets it start early.
     """
     _, num_heads, head_dim = out.shape
     merge_kernel[(num_heads, num_merges)](
         merges, part_out, part_lse, out, out.stride(0), out.stride(1), sinks,
-        HEAD_DIM=head_dim, DIMS=padded(head_dim), PARTS=8, HAS_SINKS=sinks is not None, num_warps=1,
+        HEAD_DIM=head_dim, DIMS=padded(head_dim), PARTS=32 if most_parts > 16 else 8,
+        HAS_SINKS=sinks is not None, FOLLOWS=follows, num_warps=1, launch_pdl=follows,
     )  # fmt: skip

@@ -45,7 +45,6 @@ def slot_offsets(ids, tile, block_stride, slot_stride, TILE: tl.constexpr, BLOCK
 
 @triton.jit
 def _load(pointers, seen, in_head, MASKS_TOKENS: tl.constexpr, MASKS_DIMS: tl.constexpr):
-    """Load K or V. What lies past the end is not fetched: it costs bytes, and may be no number."""
     if MASKS_TOKENS and MASKS_DIMS:
         loaded = tl.load(pointers, mask=seen & in_head, other=0.0)
     elif MASKS_TOKENS:
@@ -76,6 +75,7 @@ def attend_tile(
     DIMS: tl.constexpr,
     TILE: tl.constexpr,
     MASKED: tl.constexpr,
+    MASKS_KEYS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     high=None,
@@ -84,14 +84,15 @@ def attend_tile(
     """Add the TILE keys at `position` to the running softmax acc [ROWS, DIMS], total and top [ROWS].
 
     q [ROWS, DIMS]; key and value point to a KV head, offsets [TILE] from there. Keys at or past `end` are not
-    seen (if MASKED), nor those before low [ROWS] (if HAS_WINDOW) or past high [ROWS] (if CAUSAL). `scale` is
-    that of the softmax, and includes log2(e) unless there is a cap.
+    seen (if MASKED), nor those before low (if HAS_WINDOW) or after high (if CAUSAL), both [ROWS]. `scale` is
+    that of the softmax, and includes log2(e) unless there is a cap. What is not seen is not fetched, as that
+    costs bytes; but the keys are (unless MASKS_KEYS) where registers are short.
     """
     positions = position + tl.arange(0, TILE)
     in_head = dims < HEAD_DIM
     seen = positions < end
     k = _load(
-        key + offsets[None, :] + dims[:, None], seen[None, :], in_head[:, None], MASKED, HEAD_DIM < DIMS
+        key + offsets[None, :] + dims[:, None], seen[None, :], in_head[:, None], MASKED and MASKS_KEYS, HEAD_DIM < DIMS
     )
     # "ieee" is for fp32, where the default would round to tf32; half precision is exact anyway.
     scores = tl.dot(q, k, input_precision="ieee")

@@ -19,15 +19,36 @@ from ramet.kernels.plan import AttentionPlan, IntArray, Planner
 
 # Shared segments cost a further launch, 2 to 2.6 us a layer however small they are, and L2 serves some of what
 # is read twice. They pay from so many bytes a layer that are not read again, and the more the fewer rows share.
-GATE_BYTES, GATE_BYTES_FEW_ROWS = 48 << 20, 40 << 20
+GATE_BYTES, GATE_BYTES_FEW_ROWS = 36_000_000, 54_000_000
 MIN_SHARED_TOKENS_SAVED = 256  # by one segment, once there are some
-MIN_NARROW_CHUNK, MIN_WIDE_CHUNK = 256, 512  # tokens; a part has to be written, read and added up
+MIN_NARROW_CHUNK, MIN_WIDE_CHUNK = 256, 256  # tokens; a part has to be written, read and added up
 OPEN = -1  # an item that reaches as far as its row, whose length the kernel looks up
 
 
 def planner(pool: KVPool) -> Planner:
     """The planner for a pool on a GPU. Whether its segments pay together is decided by DecodeWork."""
     return Planner(pool.block_size, MIN_SHARED_TOKENS_SAVED)
+
+
+EVEN_ENOUGH = 0.94
+ITEM_TOKENS = 40  # what starting and ending an item takes, in tokens read
+FULL_RATE_FROM = 0.55  # of the slots: with fewer CTAs the memory is no longer busy
+
+
+def _duration(num_tokens: IntArray, num_slots: int) -> float:
+    """How long items of these lengths take on `num_slots` that each run one at a time, in tokens of a slot.
+
+    The longest start first, and who is through takes the next (approximated: in rounds that go back and
+    forth). All that run share the memory evenly.
+    """
+    rounds = -(-len(num_tokens) // num_slots)
+    items = np.zeros(rounds * num_slots)
+    items[: len(num_tokens)] = np.sort(num_tokens + ITEM_TOKENS)[::-1]
+    items = items.reshape(rounds, num_slots)
+    items[1::2] = items[1::2, ::-1]
+    ends = np.sort(items.sum(0))
+    running = np.maximum(num_slots - np.arange(num_slots), FULL_RATE_FROM * num_slots)
+    return float(np.diff(ends, prepend=0.0) @ running) / num_slots
 
 
 class Segments(NamedTuple):
@@ -74,12 +95,14 @@ class DecodeWork:
         is_whole &= num_parts == 1
         num_parts[is_whole] = 0
         part_starts = np.cumsum(num_parts) - num_parts
-        self.num_parts = int(num_parts.sum())
+        self.num_parts, self.most_parts = int(num_parts.sum()), int(num_parts.max())
 
         workspace.begin()
         first_ids = self._send_block_ids(segments)
         segment, items = self._items(segments, chunks, first_ids, part0, is_whole)
-        self.num_narrow = workspace.narrow_items.send(items[~is_wide[segment]])
+        # One more item without rows: see attend_kernel.
+        narrow_items = np.concatenate((items[~is_wide[segment]], np.zeros((1, 8), dtype=np.int64)))
+        self.num_narrow = workspace.narrow_items.send(narrow_items) - 1
         self.num_wide = workspace.wide_items.send(items[is_wide[segment]])
         tokens = plan.query_starts[rows]
         workspace.tokens.send(tokens)
@@ -159,17 +182,29 @@ class DecodeWork:
     def _chunks(
         self, tile: Tile, least: int, num_tokens: IntArray, num_tiles: IntArray
     ) -> tuple[IntArray, IntArray]:
-        """Number and size of the chunks of segments, such that one wave of CTAs is about filled.
+        """Number and size of the chunks of segments, for CTAs that fill the card evenly.
 
-        More waves would hide an uneven end, but each halving of the chunks costs 1 to 3 %.
+        One wave of CTAs is best, as each halving of the chunks costs 1 to 3 %, but only where it comes out
+        even. Where it would not, smaller chunks are tried.
         """
         workspace = self.workspace
-        num_ctas = workspace.num_sms * tile.ctas_per_sm
-        even = int((num_tokens * num_tiles).sum()) * workspace.pool.num_kv_heads / num_ctas
-        num_chunks = np.maximum(np.rint(num_tokens / max(even, least)), 1).astype(np.int64)
+        num_slots = workspace.num_sms * tile.ctas_per_sm // workspace.pool.num_kv_heads
+        even = int((num_tokens * num_tiles).sum()) / max(num_slots, 1)
         grain = max(tile.tokens, self.plan.block_size)
-        size = -(-num_tokens // (num_chunks * grain)) * grain
-        return -(-num_tokens // size), size
+        best = None
+        for finer in (1, 1.75, 3):
+            num_chunks = np.maximum(np.rint(num_tokens / max(even / finer, least)), 1).astype(np.int64)
+            size = -(-num_tokens // (num_chunks * grain)) * grain
+            num_chunks = -(-num_tokens // size)
+            if tile is not self.narrow_tile:
+                return num_chunks, size
+            tokens = np.repeat(size, num_chunks)
+            duration = _duration(tokens, num_slots)
+            if best is None or duration < best[0]:
+                best = duration, num_chunks, size
+            if best[0] * EVEN_ENOUGH < even:
+                break
+        return best[1:]
 
     def _parts(self, segments: Segments, chunks: Chunks) -> tuple[IntArray, IntArray]:
         """The index of the first part of each segment [X], and the number of parts of each row [R]."""
