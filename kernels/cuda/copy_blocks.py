@@ -37,6 +37,6 @@ def copy_blocks(storage: torch.Tensor, copies: torch.Tensor) -> None:
     num_layers, _, num_kv_heads, _, block_size, head_dim = storage.shape
     numbers = num_layers * 2 * num_kv_heads * block_size * head_dim
     assert storage.stride(3) == numbers, "a block is one stretch of memory"
-    _copy_blocks_kernel[(triton.cdiv(numbers, 8192), len(copies))](
-        storage, copies, numbers, HEAD_DIM=head_dim, PAGE=block_size * head_dim, NUMBERS=8192, num_warps=8
+    _copy_blocks_kernel[(triton.cdiv(numbers, 2048), len(copies))](
+        storage, copies, numbers, HEAD_DIM=head_dim, PAGE=block_size * head_dim, NUMBERS=2048, num_warps=4
     )

@@ -123,16 +123,17 @@ class ExtendWork:
 
     def _tiles(self, piece: Piece) -> list[tuple[Piece, Item]]:
         """A piece's queries in tiles, each over all of its KV that they see."""
-        query_end = int(self._query_starts[piece.row1])
+        query0, query1 = self._query_starts[[piece.row0, piece.row1]].tolist()
         table = int(self._table_starts[piece.row0])
+        starts = np.arange(query0, query1, self._tile_queries)
+        positions, offsets = self._positions[query0:query1], starts - query0
+        firsts = np.minimum.reduceat(positions, offsets).tolist()
+        lasts = np.maximum.reduceat(positions, offsets).tolist()
         tiles: list[tuple[Piece, Item]] = []
-        for query0 in range(int(self._query_starts[piece.row0]), query_end, self._tile_queries):
-            num_queries = min(self._tile_queries, query_end - query0)
-            positions = self._positions[query0 : query0 + num_queries]
-            first, last = int(positions.min()), int(positions.max())
-            stop = min(piece.stop, last + 1)
+        for start, first, last in zip(starts.tolist(), firsts, lasts, strict=True):
+            num_queries, stop = min(self._tile_queries, query1 - start), min(piece.stop, last + 1)
             if piece.start < stop:
-                item = Item(query0, num_queries, table, piece.start, stop, WHOLE, first, last)
+                item = Item(start, num_queries, table, piece.start, stop, WHOLE, first, last)
                 tiles.append((piece, item))
         return tiles
 

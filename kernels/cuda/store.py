@@ -125,19 +125,18 @@ def _rotate_and_store_kernel(
     there = (token * NUM_HEADS + head) * HEAD_DIM
     tl.store(out_ptr + there[:, None] + dim[None, :], q.to(out_ptr.dtype.element_ty), mask=mask)
 
-    if slot >= 0:
-        head = tl.arange(0, KV_HEADS)
-        mask = (head < NUM_KV_HEADS)[:, None] & inside[None, :]
-        row = k_ptr + token * k_token_stride + (head * k_head_stride)[:, None]
-        k = tl.load(row + dim[None, :], mask=mask, other=0.0).to(tl.float32)
-        partner = tl.load(row + other[None, :], mask=mask, other=0.0).to(tl.float32)
-        k = _rotate_half(k, partner, cos, sin, dim[None, :], HEAD_DIM)
-        v = tl.load(
-            v_ptr + token * v_token_stride + (head * v_head_stride)[:, None] + dim[None, :], mask=mask
-        )
-        there = (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * slot_stride + head * head_stride
-        tl.store(key_ptr + there[:, None] + dim[None, :], k.to(key_ptr.dtype.element_ty), mask=mask)
-        tl.store(value_ptr + there[:, None] + dim[None, :], v, mask=mask)
+    kv_head = tl.arange(0, KV_HEADS)
+    kv_mask = ((kv_head < NUM_KV_HEADS) & (slot >= 0))[:, None] & inside[None, :]
+    k_row = k_ptr + token * k_token_stride + (kv_head * k_head_stride)[:, None]
+    k = tl.load(k_row + dim[None, :], mask=kv_mask, other=0.0).to(tl.float32)
+    k_partner = tl.load(k_row + other[None, :], mask=kv_mask, other=0.0).to(tl.float32)
+    k = _rotate_half(k, k_partner, cos, sin, dim[None, :], HEAD_DIM)
+    v_row = v_ptr + token * v_token_stride + (kv_head * v_head_stride)[:, None]
+    v = tl.load(v_row + dim[None, :], mask=kv_mask)
+    slot_start = (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * slot_stride
+    stored = (slot_start + kv_head * head_stride)[:, None] + dim[None, :]
+    tl.store(key_ptr + stored, k.to(key_ptr.dtype.element_ty), mask=kv_mask)
+    tl.store(value_ptr + stored, v, mask=kv_mask)
 
 
 def rotate_and_store(

@@ -59,12 +59,17 @@ def extend(
     """The tile of rows with up to `num_queries` queries each: the smallest that they fill."""
     assert group <= 128, f"no GPU path for {group} query heads on one KV head, only up to 128"
     tokens = _tokens(head_dim, dtype)
-    rows = max(16, _power_of_two(min(num_queries * group, 128)), _power_of_two(group))
+    rows = max(16, _power_of_two(min(num_queries * group, 64)), _power_of_two(group))
     if dtype == torch.float32:  # correct, not fast: without tensor cores products pass through the registers
         return Tile(max(16, _power_of_two(group)), 32, 4, 2, masks_all=False, ctas_per_sm=1, tflops=30)
-    if rows == 128 and capability[0] == 9:
-        return Tile(128, tokens, 8, 3, masks_all=False, ctas_per_sm=1, tflops=438)
-    return Tile(min(rows, 64), tokens, 4, 2, masks_all=False, ctas_per_sm=2, tflops=250)
+    if capability[0] != 9:  # correct, tuned for nothing
+        num_warps = 8 if rows >= 64 else 4
+        return Tile(rows, min(tokens, 64), num_warps, 2, masks_all=False, ctas_per_sm=1, tflops=100)
+    if rows == 64 and padded(head_dim) == 256:  # what 64 rows accumulate is more than 4 warps can hold
+        rows = 128
+    if rows == 128:
+        return Tile(rows, tokens, 8, 3, masks_all=False, ctas_per_sm=1, tflops=406)
+    return Tile(rows, tokens, 4, 3, masks_all=False, ctas_per_sm=2, tflops=427)
 
 
 def _tokens(head_dim: int, dtype: torch.dtype) -> int:

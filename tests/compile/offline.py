@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ class Compiled:
     num_warps: int
     mma: dict[str, int]  # how many HMMA and HGMMA instructions
     async_loads: dict[str, int]  # LDGSTS, by width in bits
+    stores: dict[str, int]  # STG, by width in bits
 
 
 class _NoDriver:
@@ -68,11 +70,11 @@ def _compile_only(capability: int) -> Iterator[list[Any]]:
         JITFunction.run = run
 
 
-def compiled(capability: int, launch: Callable[[], None]) -> dict[str, Compiled]:
-    """The kernels that `launch` launches, by name."""
+def compiled(capability: int, launch: Callable[[], object]) -> list[Compiled]:
+    """The kernels that `launch` launches, in their order."""
     with _compile_only(capability) as kernels:
         launch()
-    return {kernel.metadata.name: _read(kernel) for kernel in kernels}
+    return [_read(kernel) for kernel in kernels]
 
 
 def _read(kernel: Any) -> Compiled:
@@ -82,8 +84,6 @@ def _read(kernel: Any) -> Compiled:
         usage = _tool("-res-usage", file.name)
         sass = _tool("-sass", file.name)
     registers, stack = (int(re.search(rf"{field}:(\d+)", usage)[1]) for field in ("REG", "STACK"))
-    loads = re.findall(r"\bLDGSTS\S*", sass)
-    widths = [match[1] if (match := re.search(r"\.(64|128)\b", load)) else "32" for load in loads]
     return Compiled(
         kernel.metadata.name,
         registers,
@@ -91,8 +91,18 @@ def _read(kernel: Any) -> Compiled:
         kernel.metadata.shared,
         kernel.metadata.num_warps,
         {name: len(re.findall(rf"\b{name}\.", sass)) for name in ("HMMA", "HGMMA")},
-        {width: widths.count(width) for width in set(widths)},
+        _widths("LDGSTS", sass),
+        _widths("STG", sass),
     )
+
+
+def _widths(name: str, sass: str) -> dict[str, int]:
+    """How often an instruction of memory comes in which width."""
+    found = Counter(
+        match[1] if (match := re.search(r"\.([US]?\d+)\b", instruction)) else "32"
+        for instruction in re.findall(rf"\b{name}\.\S*", sass)
+    )
+    return dict(found)
 
 
 def _tool(*arguments: str) -> str:
