@@ -27,7 +27,7 @@ HALF = torch.bfloat16 if ON_GPU else torch.float16  # the interpreter has no dot
 def _always_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trees are too small here to pay, and chunks would never be cut."""
     for name, value in {
-        "GATE_BYTES": 0, "GATE_BYTES_FEW_ROWS": 0, "MIN_NARROW_CHUNK": 32, "MIN_WIDE_CHUNK": 32,
+        "GATE_BYTES": 0, "GATE_BYTES_FEW_ROWS": 0, "MIN_CHUNK": 32,
     }.items():  # fmt: skip
         monkeypatch.setattr(work_module, name, value)
 
@@ -65,7 +65,14 @@ class Step:
             self.options.window, self.options.softcap, None if sinks is None else sinks.cpu()
         )
         return paged_attention(
-            self.case.q.cpu(), key, value, rows.block_tables, rows.query_lens, rows.kv_lens, self.scale, options
+            self.case.q.cpu(),
+            key,
+            value,
+            rows.block_tables,
+            rows.query_lens,
+            rows.kv_lens,
+            self.scale,
+            options,
         )
 
     def error(self) -> float:
@@ -91,7 +98,14 @@ def step_of(case_of: Callable[..., Any], device: str) -> Callable[..., Step]:
         q_scale: float = 1.0,
     ) -> Step:
         case = case_of(
-            rows, num_heads, num_kv_heads, head_dim, dtype, q_scale=q_scale, device=device, layout="block-major"
+            rows,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            dtype,
+            q_scale=q_scale,
+            device=device,
+            layout="block-major",
         )
         return Step(case, num_heads, options)
 
