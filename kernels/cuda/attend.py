@@ -53,8 +53,8 @@ def attend_kernel(
 ):
     """Grid (Hkv, W): one program attends with the queries of one item to its stretch of one KV head.
 
-    q, out [T, H, D]; key, value [Hkv, N, B, D], D contiguous, Hkv and N at any stride (64 bit: a pool may hold
-    more than 2^31 numbers). items [W, 8] are described in ramet.kernels.cuda.work, block_ids holds the ids of
+    q, out [T, H, D]; key, value [Hkv, N, B, D], D contiguous, Hkv and N at any stride (64 bit: a pool may
+    hold more than 2^31 numbers). items [W, 8] are described in ramet.kernels.cuda.work, block_ids holds the ids of
     their blocks; tokens, kv_lens, part_starts [R] are of the decoding rows. part_out [P, H, D] and part_lse
     [P, H] are fp32, the latter in powers of two. The KV head is the fastest axis of the grid, so that
     neighbours read one block's slabs, which is 1.5 % faster.
@@ -123,13 +123,12 @@ def attend_kernel(
             acc, total, top, q_tile, key, value, offsets, dims, tile * TILE, num_tokens, low, scale, softcap,
             HEAD_DIM, DIMS, TILE, MASKS_ALL, MASKS_KEYS, HAS_SOFTCAP, HAS_WINDOW,
         )  # fmt: skip
-    if not MASKS_ALL:
-        if num_full * TILE < num_tokens:
-            offsets = slot_offsets(ids, num_full, kv_block_stride, kv_slot_stride, TILE, BLOCK_SIZE)
-            acc, total, top = attend_tile(
-                acc, total, top, q_tile, key, value, offsets, dims, num_full * TILE, num_tokens, low, scale,
-                softcap, HEAD_DIM, DIMS, TILE, True, MASKS_KEYS, HAS_SOFTCAP, HAS_WINDOW,
-            )  # fmt: skip
+    if not MASKS_ALL and num_full * TILE < num_tokens:
+        offsets = slot_offsets(ids, num_full, kv_block_stride, kv_slot_stride, TILE, BLOCK_SIZE)
+        acc, total, top = attend_tile(
+            acc, total, top, q_tile, key, value, offsets, dims, num_full * TILE, num_tokens, low, scale,
+            softcap, HEAD_DIM, DIMS, TILE, True, MASKS_KEYS, HAS_SOFTCAP, HAS_WINDOW,
+        )  # fmt: skip
 
     if is_whole != 0:
         if HAS_SINKS:

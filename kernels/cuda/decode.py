@@ -1,15 +1,15 @@
 """Decode attention on a GPU: the launches of one layer.
 
-Shared segments with many query rows are bound by arithmetic, private ones by memory. They run on two streams, and
-as a wide CTA and narrow ones fit on an SM together, each hides under the other (the effect of POD-Attention, arXiv
-2410.18038, without a fused kernel). Then the parts are merged.
+Wide segments are bound by arithmetic, narrow ones by memory, so they should run at the same time (as in
+POD-Attention, arXiv 2410.18038). All in one stream: the narrow kernel starts as soon as every wide CTA runs,
+fills the rest of the SMs and reads while the others compute; the merge stands ready when both are through. Two
+streams were as fast, and a fused kernel slower.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ramet.kernels.cuda.attend import attend_kernel
@@ -19,8 +19,8 @@ from ramet.kernels.cuda.work import DecodeWork
 from ramet.kernels.cuda.workspace import Upload
 from ramet.kernels.options import AttentionOptions
 
-X = dict(order="chain")
 LOG2_E = 1.4426950408889634
+MANY_PARTS = 16
 
 
 def decode(
@@ -34,32 +34,20 @@ def decode(
     assert q.stride(-1) == out.stride(-1) == 1, "the numbers of a head lie side by side"
     assert scale > 0, "a scale keeps the order of the scores"
     call = _Call(work, layer, q, out, scale, options)
-    chain=X["order"]=="chain"
-    has_wide = work.wide_tile is not None
-    if not has_wide or chain:
-        pdl = workspace.capability[0] >= 9 and torch.cuda.is_available()
-        if has_wide: call.attend(work.wide_tile, workspace.wide_items, work.num_wide, starts_next=pdl)
-        call.attend(work.narrow_tile, workspace.narrow_items, work.num_narrow+1, starts_next=pdl and work.num_merges>0, follows=pdl and has_wide)
-        follows=pdl
-    elif X["order"] == "wide-side":
-        side = workspace.side_stream
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            call.attend(work.wide_tile, workspace.wide_items, work.num_wide)
-        call.attend(work.narrow_tile, workspace.narrow_items, work.num_narrow)
-        torch.cuda.current_stream().wait_stream(side)
-        follows=False
-    elif X["order"] == "wide-main":
-        side = workspace.side_stream
-        side.wait_stream(torch.cuda.current_stream())
-        call.attend(work.wide_tile, workspace.wide_items, work.num_wide)
-        with torch.cuda.stream(side):
-            call.attend(work.narrow_tile, workspace.narrow_items, work.num_narrow)
-        torch.cuda.current_stream().wait_stream(side)
-        follows=False
-    if work.num_merges:
+    overlaps, has_wide, has_merges = workspace.can_overlap, work.num_wide > 0, work.num_merges > 0
+    if has_wide:
+        call.attend(work.wide_tile, workspace.wide_items, work.num_wide, starts_next=overlaps)
+    call.attend(
+        work.narrow_tile,
+        workspace.narrow_items,
+        work.num_narrow + 1,  # the last has no rows and waits: see attend_kernel
+        starts_next=overlaps and has_merges,
+        follows=overlaps and has_wide,
+    )
+    if has_merges:
         parts = workspace.part_out, workspace.part_lse
-        merge(workspace.merges.tensor, work.num_merges, *parts, out, options.sinks, work.most_parts, follows)
+        many = work.most_parts > MANY_PARTS
+        merge(workspace.merges.tensor, work.num_merges, *parts, out, options.sinks, many, follows=overlaps)
 
 
 @dataclass(frozen=True)
@@ -73,7 +61,9 @@ class _Call:
     scale: float
     options: AttentionOptions
 
-    def attend(self, tile: Tile, items: Upload, num_items: int, starts_next: bool=False, follows: bool=False) -> None:
+    def attend(
+        self, tile: Tile, items: Upload, num_items: int, *, starts_next: bool, follows: bool = False
+    ) -> None:
         workspace, options, q, out = self.work.workspace, self.options, self.q, self.out
         pool = workspace.pool
         key, value = pool.key(self.layer), pool.value(self.layer)  # [Hkv, N, B, D]
@@ -86,7 +76,9 @@ class _Call:
             self.scale if options.softcap is not None else self.scale * LOG2_E,
             options.softcap or 0.0, options.window or 0,
             GROUP=workspace.group, HEAD_DIM=pool.head_dim, DIMS=padded(pool.head_dim),
-            BLOCK_SIZE=pool.block_size, ROWS=tile.rows, TILE=tile.tokens, MASKS_ALL=tile.masks_all, MASKS_KEYS=tile.max_registers is None,
+            BLOCK_SIZE=pool.block_size, ROWS=tile.rows, TILE=tile.tokens,
+            MASKS_ALL=tile.masks_all, MASKS_KEYS=tile.max_registers is None,
             HAS_SOFTCAP=options.softcap is not None, HAS_WINDOW=options.window is not None,
-            HAS_SINKS=options.sinks is not None, STARTS_NEXT=starts_next, FOLLOWS=follows, launch_pdl=follows, **tile.options,
+            HAS_SINKS=options.sinks is not None,
+            STARTS_NEXT=starts_next, FOLLOWS=follows, launch_pdl=follows, **tile.options,
         )  # fmt: skip

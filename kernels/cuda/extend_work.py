@@ -10,7 +10,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ramet.kernels.cuda.tile import extend as extend_tile
 from ramet.kernels.cuda.workspace import Workspace
 from ramet.kernels.plan import AttentionPlan, IntArray
 
@@ -53,15 +52,14 @@ class ExtendWork:
     """
 
     def __init__(self, plan: AttentionPlan, rows: IntArray, workspace: Workspace) -> None:
-        pool, group = workspace.pool, workspace.group
         self.workspace = workspace
         self._plan, self._rows = plan, rows
         lens = plan.query_lens[rows]
         self._query_starts = np.concatenate([[0], np.cumsum(lens)])  # [R + 1]
         first = plan.kv_lens[rows] - lens - self._query_starts[:-1]
         self._positions = np.repeat(first, lens) + np.arange(lens.sum())  # [Q]
-        self.tile = extend_tile(int(lens.max()), group, pool.head_dim, pool.dtype, workspace.capability)
-        self._tile_queries = self.tile.rows // group
+        self.tile = workspace.tiles.extend(int(lens.max()))
+        self._tile_queries = self.tile.rows // workspace.group
         tables = [plan.block_tables[row] for row in rows.tolist()]
         self._table_starts = np.concatenate([[0], np.cumsum([len(table) for table in tables])])
         items, num_parts = self._items(self._pieces())
@@ -74,7 +72,7 @@ class ExtendWork:
         # A tile looks up its blocks one tile ahead: what it finds past the end is never followed.
         ids = np.concatenate([*tables, np.zeros(2 * self.tile.tokens, np.int64)])
         merges = np.stack([tokens, starts, num_parts, num_parts], 1)[merged]
-        arrays = _to_device([items, tokens, self._positions, starts, merges, ids], pool.device)
+        arrays = _to_device([items, tokens, self._positions, starts, merges, ids], workspace.pool.device)
         self.items, self.tokens, self.positions, self.part_starts, self.merges, self.block_ids = arrays
 
     def _pieces(self) -> list[Piece]:

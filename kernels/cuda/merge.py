@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from ramet.kernels.cuda.softmax import LOG2_E, NOTHING
 from ramet.kernels.cuda.tile import padded
@@ -28,8 +28,9 @@ def merge_kernel(
 ):
     """Grid (H, M): one program adds the parts of one query head of one row.
 
-    merges [M, 4] int32: (token, first part, number of parts, -); 0 parts fill up a launch of fixed size. part_out
-    [P, H, D] and part_lse [P, H] fp32, log-sum-exps in powers of two; out [T, H, D], whose rows are written.
+    merges [M, 4] int32: (token, first part, number of parts, -); 0 parts fill up a launch of fixed size.
+    part_out [P, H, D] and part_lse [P, H] fp32, log-sum-exps in powers of two; out [T, H, D], whose rows are
+    written.
     PARTS parts are in flight at once. The parts of a row are added in the order of its path, whatever else is
     in the batch. With sinks [H], one more logit a head joins. See ramet.kernels.merge for the sources.
     """
@@ -77,17 +78,17 @@ def merge(
     part_lse: Tensor,
     out: Tensor,
     sinks: Tensor | None,
-    most_parts: int = 8,
+    has_many_parts: bool = False,
     follows: bool = False,
 ) -> None:
     """Write the rows of out [T, H, D] that `merges` [num_merges, 4] int32 name: each the sum of its parts.
 
-    part_out [P, H, D] and part_lse [P, H], fp32, may have any shape of that order. `follows`: the kernel before
-    this one lets it start early.
+    part_out [P, H, D] and part_lse [P, H], fp32, may have any shape of that order. Rows of many parts have
+    more of them in flight. `follows`: the kernel before lets this one start early.
     """
     _, num_heads, head_dim = out.shape
     merge_kernel[(num_heads, num_merges)](
         merges, part_out, part_lse, out, out.stride(0), out.stride(1), sinks,
-        HEAD_DIM=head_dim, DIMS=padded(head_dim), PARTS=32 if most_parts > 16 else 8,
+        HEAD_DIM=head_dim, DIMS=padded(head_dim), PARTS=32 if has_many_parts else 8,
         HAS_SINKS=sinks is not None, FOLLOWS=follows, num_warps=1, launch_pdl=follows,
     )  # fmt: skip

@@ -1,8 +1,8 @@
 """The algebra that the attention kernels share: one tile of paged KV, added to a running softmax.
 
 A running softmax over the keys so far is (acc, total, top): top is the largest score, total the sum of
-2^(score - top), acc the sum of 2^(score - top) * value. Scores are in powers of two, because the hardware
-has exp2 and no exp: they are scaled with log2(e) on the way. (Online softmax, arXiv 1805.02867, by tiles as in
+2^(score - top), acc the sum of 2^(score - top) * value. Scores are in powers of two, because the hardware has
+exp2 and no exp: they are scaled with log2(e) on the way. (Online softmax, arXiv 1805.02867, by tiles as in
 FlashAttention, arXiv 2205.14135.)
 """
 
@@ -92,7 +92,11 @@ def attend_tile(
     in_head = dims < HEAD_DIM
     seen = positions < end
     k = _load(
-        key + offsets[None, :] + dims[:, None], seen[None, :], in_head[:, None], MASKED and MASKS_KEYS, HEAD_DIM < DIMS
+        key + offsets[None, :] + dims[:, None],
+        seen[None, :],
+        in_head[:, None],
+        MASKED and MASKS_KEYS,
+        HEAD_DIM < DIMS,
     )
     # "ieee" is for fp32, where the default would round to tf32; half precision is exact anyway.
     scores = tl.dot(q, k, input_precision="ieee")

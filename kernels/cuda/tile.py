@@ -1,10 +1,16 @@
-"""The shapes of the tiles that decode attention is computed in, and which one suits what."""
+"""The shapes of the tiles that decode attention is computed in, and which one suits what.
+
+Measured on an H200 (docs/kernels.md). On other cards everything is correct and nothing is tuned.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+
+# Where a Hopper card computes as long as it reads: 400 TFLOP/s of attention over 4.5 TB/s.
+FLOPS_PER_BYTE = 89
 
 
 @dataclass(frozen=True)
@@ -16,8 +22,7 @@ class Tile:
     num_warps: int
     num_stages: int
     masks_all: bool  # scores of all tiles are masked, not only of the last one
-    ctas_per_sm: int  # how many of its CTAs an SM should get
-    tflops: float  # rate of arithmetic when all rows are in use, measured on an H200
+    ctas_per_sm: int  # how many CTAs an SM should get
     max_registers: int | None = None
 
     @property
@@ -27,54 +32,73 @@ class Tile:
         return options if self.max_registers is None else {**options, "maxnreg": self.max_registers}
 
 
-def narrow(group: int, head_dim: int, dtype: torch.dtype) -> Tile:
-    """The tile of what is bound by memory: private segments, and shared ones with few query rows.
+@dataclass(frozen=True)
+class Tiles:
+    """The tiles for one kind of heads on one kind of card."""
 
-    Bandwidth comes from many small CTAs on an SM, not from loads far ahead in one: two stages, four CTAs.
-    """
-    rows = max(16, _power_of_two(group))
-    return Tile(rows, _tokens(head_dim, dtype), 4, 2, masks_all=True, ctas_per_sm=4, tflops=100)
+    group: int  # query heads of a KV head: a tile takes whole groups
+    head_dim: int
+    dtype: torch.dtype
+    capability: tuple[int, int]
 
+    def narrow(self, beside_wide: bool = False, few: bool = False) -> Tile:
+        """The tile of what is bound by memory: private segments, and shared ones with few query rows.
 
-def wide(group: int, head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> tuple[Tile, ...]:
-    """The tiles of shared segments with many query rows, which come near the card's rate of arithmetic.
+        Bandwidth comes from several CTAs on an SM, not from loads far ahead in one: 64 tokens of 128 numbers,
+        two stages, four CTAs. If they run beside a wide tile for long, with 96 registers two of them fit
+        beside it, and five later on. If they are too `few` to fill the card, more loads ahead do help.
+        """
+        rows = max(16, _power_of_two(self.group))
+        tile = Tile(rows, self._tokens, 4, 2, masks_all=True, ctas_per_sm=4)
+        if few:
+            return replace(tile, tokens=max(tile.tokens // 2, 16), num_stages=3)
+        if beside_wide and self._can_cap:
+            return replace(tile, max_registers=96)
+        return tile
 
-    Hopper has its wgmma instructions from 64 rows on. 128 rows take 8 warps with 160 registers each: one such
-    CTA and two narrow ones fill an SM exactly.
-    """
-    least, tokens = _power_of_two(group), _tokens(head_dim, dtype)
-    if capability[0] != 9 or dtype == torch.float32:  # correct, tuned for nothing
-        return (Tile(max(32, least), min(tokens, 64), 4, 2, masks_all=False, ctas_per_sm=2, tflops=100),)
-    tiles = (
-        Tile(32, tokens, 4, 3, masks_all=False, ctas_per_sm=2, tflops=250),
-        Tile(64, tokens, 4, 3, masks_all=False, ctas_per_sm=1, tflops=400),
-        Tile(128, tokens, 8, 3, masks_all=False, ctas_per_sm=1, tflops=438, max_registers=160),
-    )
-    return tuple(tile for tile in tiles if tile.rows >= least)
+    def wide(self, computes_longer: bool) -> Tile:
+        """The tile of shared segments with many query rows.
 
+        64 rows are the least that Hopper's wgmma instructions take. 128 rows compute faster (438 against 400
+        TFLOP/s), but cut the work finer; they pay where the arithmetic takes longer than all reading. Their 8
+        warps with 160 registers and two narrow CTAs with 96 fill the registers of an SM exactly.
+        """
+        least = _power_of_two(self.group)
+        if self.dtype == torch.float32:
+            return Tile(max(16, least), self._tokens, 4, 2, masks_all=False, ctas_per_sm=2)
+        if self.capability[0] != 9:
+            return Tile(max(32, least), min(self._tokens, 64), 4, 2, masks_all=False, ctas_per_sm=2)
+        if not computes_longer and least <= 64:
+            return Tile(64, self._tokens, 4, 3, masks_all=False, ctas_per_sm=1)
+        cap = 160 if self._can_cap else None
+        return Tile(max(128, least), self._tokens, 8, 3, masks_all=False, ctas_per_sm=1, max_registers=cap)
 
-def extend(
-    num_queries: int, group: int, head_dim: int, dtype: torch.dtype, capability: tuple[int, int]
-) -> Tile:
-    """The tile of rows with up to `num_queries` queries each: the smallest that they fill."""
-    assert group <= 128, f"no GPU path for {group} query heads on one KV head, only up to 128"
-    tokens = _tokens(head_dim, dtype)
-    rows = max(16, _power_of_two(min(num_queries * group, 64)), _power_of_two(group))
-    if dtype == torch.float32:  # correct, not fast: without tensor cores products pass through the registers
-        return Tile(max(16, _power_of_two(group)), 32, 4, 2, masks_all=False, ctas_per_sm=1, tflops=30)
-    if capability[0] != 9:  # correct, tuned for nothing
-        num_warps = 8 if rows >= 64 else 4
-        return Tile(rows, min(tokens, 64), num_warps, 2, masks_all=False, ctas_per_sm=1, tflops=100)
-    if rows == 64 and padded(head_dim) == 256:  # what 64 rows accumulate is more than 4 warps can hold
-        rows = 128
-    if rows == 128:
-        return Tile(rows, tokens, 8, 3, masks_all=False, ctas_per_sm=1, tflops=406)
-    return Tile(rows, tokens, 4, 3, masks_all=False, ctas_per_sm=2, tflops=427)
+    def extend(self, num_queries: int) -> Tile:
+        """The tile of rows with up to `num_queries` queries each: no larger than they need.
 
+        64 rows, two CTAs on an SM, are faster than 128 in one: 427 against 406 TFLOP/s for 2,048 queries.
+        """
+        rows = max(16, _power_of_two(min(num_queries * self.group, 64)), _power_of_two(self.group))
+        if self.dtype == torch.float32:
+            return Tile(max(16, _power_of_two(self.group)), 32, 4, 2, masks_all=False, ctas_per_sm=1)
+        if self.capability[0] != 9:
+            num_warps = 8 if rows >= 64 else 4
+            return Tile(rows, min(self._tokens, 64), num_warps, 2, masks_all=False, ctas_per_sm=1)
+        if rows == 64 and padded(self.head_dim) == 256:  # 4 warps cannot hold what 64 rows accumulate
+            rows = 128
+        if rows == 128:
+            return Tile(rows, self._tokens, 8, 3, masks_all=False, ctas_per_sm=1)
+        return Tile(rows, self._tokens, 4, 3, masks_all=False, ctas_per_sm=2)
 
-def _tokens(head_dim: int, dtype: torch.dtype) -> int:
-    """Tokens of a tile, such that K and V of one take 32 KiB."""
-    return min(16384 // padded(head_dim) // dtype.itemsize, 128)
+    @property
+    def _tokens(self) -> int:
+        """Tokens of a tile, such that K and V of one take 32 KiB."""
+        return min(16384 // padded(self.head_dim) // self.dtype.itemsize, 128)
+
+    @property
+    def _can_cap(self) -> bool:
+        """Whether registers can be capped without a spill that counts."""
+        return self.dtype != torch.float32 and padded(self.head_dim) <= 128
 
 
 def padded(head_dim: int) -> int:

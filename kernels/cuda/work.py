@@ -1,7 +1,7 @@
 """Turns a plan into what the decode kernels are launched on: items, parts, block ids.
 
-An item is one chunk of a segment for the query rows of one tile. What a chunk yields for a row is one part, and
-the parts of a row are numbered along its path. Numpy only; the lists are sent in the workspace's buffers.
+An item is one chunk of a segment for the query rows of one tile. What a chunk yields for a row is one part,
+and the parts of a row are numbered along its path. Numpy only; the workspace sends the lists.
 """
 
 from __future__ import annotations
@@ -12,43 +12,25 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ramet.kernels.cuda.tile import Tile, narrow, wide
+from ramet.kernels.cuda.chunks import cut, even_cut
+from ramet.kernels.cuda.tile import FLOPS_PER_BYTE, Tile
 from ramet.kernels.cuda.workspace import Workspace
 from ramet.kernels.kv_pool import KVPool
 from ramet.kernels.plan import AttentionPlan, IntArray, Planner
 
-# Shared segments cost a further launch, 2 to 2.6 us a layer however small they are, and L2 serves some of what
-# is read twice. They pay from so many bytes a layer that are not read again, and the more the fewer rows share.
-GATE_BYTES, GATE_BYTES_FEW_ROWS = 36_000_000, 54_000_000
+BoolArray = npt.NDArray[np.bool_]
+
+# Shared segments cost a further launch, 2 to 2.6 us a layer however small they are, and L2 serves some of
+# what is read twice. They pay from so many bytes a layer that are not read again; more if few rows share.
+GATE_BYTES, GATE_BYTES_FEW_ROWS = 36e6, 54e6
 MIN_SHARED_TOKENS_SAVED = 256  # by one segment, once there are some
-MIN_NARROW_CHUNK, MIN_WIDE_CHUNK = 256, 256  # tokens; a part has to be written, read and added up
+MIN_CHUNK = 256  # tokens: a part has to be written, read and added up
 OPEN = -1  # an item that reaches as far as its row, whose length the kernel looks up
 
 
 def planner(pool: KVPool) -> Planner:
     """The planner for a pool on a GPU. Whether its segments pay together is decided by DecodeWork."""
     return Planner(pool.block_size, MIN_SHARED_TOKENS_SAVED)
-
-
-EVEN_ENOUGH = 0.94
-ITEM_TOKENS = 40  # what starting and ending an item takes, in tokens read
-FULL_RATE_FROM = 0.55  # of the slots: with fewer CTAs the memory is no longer busy
-
-
-def _duration(num_tokens: IntArray, num_slots: int) -> float:
-    """How long items of these lengths take on `num_slots` that each run one at a time, in tokens of a slot.
-
-    The longest start first, and who is through takes the next (approximated: in rounds that go back and
-    forth). All that run share the memory evenly.
-    """
-    rounds = -(-len(num_tokens) // num_slots)
-    items = np.zeros(rounds * num_slots)
-    items[: len(num_tokens)] = np.sort(num_tokens + ITEM_TOKENS)[::-1]
-    items = items.reshape(rounds, num_slots)
-    items[1::2] = items[1::2, ::-1]
-    ends = np.sort(items.sum(0))
-    running = np.maximum(num_slots - np.arange(num_slots), FULL_RATE_FROM * num_slots)
-    return float(np.diff(ends, prepend=0.0) @ running) / num_slots
 
 
 class Segments(NamedTuple):
@@ -59,7 +41,7 @@ class Segments(NamedTuple):
     num_rows: IntArray
     start: IntArray  # position of the first token
     num_tokens: IntArray
-    is_private: npt.NDArray[np.bool_]
+    is_private: BoolArray
 
 
 class Chunks(NamedTuple):
@@ -82,12 +64,10 @@ class DecodeWork:
         assert len(rows) > 0, "there are rows to decode"
         assert (plan.query_lens[rows] == 1).all(), "a decoding row has one query"
         self.plan, self.rows, self.workspace = plan, rows, workspace
-        pool, group = workspace.pool, workspace.group
-        self.narrow_tile = narrow(group, pool.head_dim, pool.dtype)
         segments = self._segments(*self._shared())
-        is_wide = segments.num_rows * group > self.narrow_tile.rows
-        self.wide_tile = self._widest(segments, is_wide)
-        chunks = self._cut(segments, is_wide)
+        is_wide = segments.num_rows * workspace.group > workspace.tiles.narrow().rows
+        self.narrow_tile, self.wide_tile = self._tiles(segments, is_wide)
+        chunks = self._chunks(segments, is_wide)
         part0, num_parts = self._parts(segments, chunks)
         # A row with a private segment and nothing else needs no merge: its item writes the output.
         is_whole = np.zeros(len(rows), dtype=np.bool_)
@@ -148,63 +128,45 @@ class DecodeWork:
             np.arange(len(shared) + len(private)) >= len(shared),
         )
 
-    def _widest(self, segments: Segments, is_wide: npt.NDArray[np.bool_]) -> Tile | None:
-        """The tile for all shared segments with many query rows: the one that is through with them first.
+    def _tiles(self, segments: Segments, is_wide: BoolArray) -> tuple[Tile, Tile]:
+        """The tile of narrow segments, and that of wide ones.
 
-        One for all: launches of three sizes side by side gained nothing over one of the best size.
-        """
-        if not is_wide.any():
-            return None
-        num_rows, num_tokens = segments.num_rows[is_wide], segments.num_tokens[is_wide]
-        pool, group = self.workspace.pool, self.workspace.group
-
-        def seconds(tile: Tile) -> float:
-            num_tiles = -(-num_rows // (tile.rows // group))
-            return float((num_tiles * num_tokens).sum()) * tile.rows / tile.tflops
-
-        return min(wide(group, pool.head_dim, pool.dtype, self.workspace.capability), key=seconds)
-
-    def _cut(self, segments: Segments, is_wide: npt.NDArray[np.bool_]) -> Chunks:
-        group = self.workspace.group
-        rows = np.full(len(is_wide), self.narrow_tile.rows // group)
-        if self.wide_tile is not None:
-            rows[is_wide] = self.wide_tile.rows // group
-        num_tiles = -(-segments.num_rows // rows)
-        num_chunks, size = np.empty_like(rows), np.empty_like(rows)
-        for tile, least, of in (
-            (self.narrow_tile, MIN_NARROW_CHUNK, ~is_wide),
-            (self.wide_tile, MIN_WIDE_CHUNK, is_wide),
-        ):
-            if tile is not None:
-                num_chunks[of], size[of] = self._chunks(tile, least, segments.num_tokens[of], num_tiles[of])
-        return Chunks(rows, num_tiles, num_chunks, size)
-
-    def _chunks(
-        self, tile: Tile, least: int, num_tokens: IntArray, num_tiles: IntArray
-    ) -> tuple[IntArray, IntArray]:
-        """Number and size of the chunks of segments, for CTAs that fill the card evenly.
-
-        One wave of CTAs is best, as each halving of the chunks costs 1 to 3 %, but only where it comes out
-        even. Where it would not, smaller chunks are tried.
+        One size for all that are wide: launches of three sizes side by side gained nothing.
         """
         workspace = self.workspace
-        num_slots = workspace.num_sms * tile.ctas_per_sm // workspace.pool.num_kv_heads
-        even = int((num_tokens * num_tiles).sum()) / max(num_slots, 1)
-        grain = max(tile.tokens, self.plan.block_size)
-        best = None
-        for finer in (1, 1.75, 3):
-            num_chunks = np.maximum(np.rint(num_tokens / max(even / finer, least)), 1).astype(np.int64)
-            size = -(-num_tokens // (num_chunks * grain)) * grain
-            num_chunks = -(-num_tokens // size)
-            if tile is not self.narrow_tile:
-                return num_chunks, size
-            tokens = np.repeat(size, num_chunks)
-            duration = _duration(tokens, num_slots)
-            if best is None or duration < best[0]:
-                best = duration, num_chunks, size
-            if best[0] * EVEN_ENOUGH < even:
-                break
-        return best[1:]
+        pool, tiles = workspace.pool, workspace.tiles
+        tokens = int(segments.num_tokens[~is_wide].sum())
+        if not is_wide.any():
+            few = tokens * pool.num_kv_heads < MIN_CHUNK * 2 * workspace.num_sms
+            return tiles.narrow(few=few), tiles.wide(False)
+        scores = int((segments.num_tokens * segments.num_rows)[is_wide].sum())
+        flops = 4 * scores * workspace.num_heads * pool.head_dim
+        read = tokens * pool.bytes_per_block / (pool.num_layers * pool.block_size)
+        balance = flops / max(read, 1) / FLOPS_PER_BYTE
+        fills = int(segments.num_rows.max()) * workspace.group > 64
+        return tiles.narrow(beside_wide=balance > 0.6), tiles.wide(balance > 1 and fills)
+
+    def _chunks(self, segments: Segments, is_wide: BoolArray) -> Chunks:
+        workspace, block_size = self.workspace, self.plan.block_size
+        narrow, wide = self.narrow_tile, self.wide_tile
+        rows = np.where(is_wide, wide.rows, narrow.rows) // workspace.group
+        num_tiles = -(-segments.num_rows // rows)
+        num_chunks, size = np.ones_like(rows), np.ones_like(rows)
+        if is_wide.any():
+            share = int((segments.num_tokens * num_tiles)[is_wide].sum()) / self._num_slots(wide)
+            grain = max(wide.tokens, block_size)
+            num_chunks[is_wide], size[is_wide] = cut(segments.num_tokens[is_wide], MIN_CHUNK, grain, share)
+        if not is_wide.all():
+            grain = max(narrow.tokens, block_size)
+            num_chunks[~is_wide], size[~is_wide] = even_cut(
+                segments.num_tokens[~is_wide], MIN_CHUNK, grain, self._num_slots(narrow)
+            )
+        return Chunks(rows, num_tiles, num_chunks, size)
+
+    def _num_slots(self, tile: Tile) -> int:
+        """How many items of a tile can run at a time; each takes one CTA a KV head."""
+        workspace = self.workspace
+        return max(workspace.num_sms * tile.ctas_per_sm // workspace.pool.num_kv_heads, 1)
 
     def _parts(self, segments: Segments, chunks: Chunks) -> tuple[IntArray, IntArray]:
         """The index of the first part of each segment [X], and the number of parts of each row [R]."""
@@ -239,7 +201,7 @@ class DecodeWork:
         chunks: Chunks,
         first_ids: IntArray,
         part0: IntArray,
-        is_whole: npt.NDArray[np.bool_],
+        is_whole: BoolArray,
     ) -> tuple[IntArray, IntArray]:
         """All items, the longest first so that the last to finish are short: segment [W] and item [W, 8].
 

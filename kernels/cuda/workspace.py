@@ -1,17 +1,17 @@
 """The buffers that steps share: work lists, block ids and partial results, at addresses that stay.
 
-A captured CUDA graph holds on to addresses, so a step that fits allocates nothing. A buffer that a step outgrows
-is replaced by one of at least twice the size.
+A captured CUDA graph holds on to addresses, so a step that fits allocates nothing. A buffer that a step
+outgrows is replaced by one of at least twice the size.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 
+from ramet.kernels.cuda.tile import Tiles
 from ramet.kernels.kv_pool import KVPool
 
 ASSUMED_SMS = 132  # where there is no card: work lists made in tests
@@ -49,14 +49,16 @@ class Workspace:
         self.num_heads = num_heads
         self.group = num_heads // pool.num_kv_heads
         device = pool.device
-        self.num_sms, self.capability = ASSUMED_SMS, (9, 0)
-        self.side_stream: torch.cuda.Stream | None = None
+        self.num_sms, capability = ASSUMED_SMS, (9, 0)
         self._sent: torch.cuda.Event | None = None
         if device.type == "cuda":
             properties = torch.cuda.get_device_properties(device)
             self.num_sms = properties.multi_processor_count
-            self.capability = properties.major, properties.minor
-            self.side_stream, self._sent = torch.cuda.Stream(device), torch.cuda.Event()
+            capability = properties.major, properties.minor
+            self._sent = torch.cuda.Event()
+        self.tiles = Tiles(self.group, pool.head_dim, pool.dtype, capability)
+        # Programmatic dependent launch came with Hopper.
+        self.can_overlap = device.type == "cuda" and capability >= (9, 0)
         self.tokens, self.kv_lens, self.part_starts = (Upload(device, 1024) for _ in range(3))
         self.narrow_items, self.wide_items = Upload(device, 1 << 14), Upload(device, 1 << 14)
         self.merges = Upload(device, 1 << 12)

@@ -27,7 +27,7 @@ HALF = torch.bfloat16 if ON_GPU else torch.float16  # the interpreter has no dot
 def _always_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trees are too small here to pay, and chunks would never be cut."""
     for name, value in {
-        "GATE_BYTES": 0, "GATE_BYTES_FEW_ROWS": 0, "MIN_NARROW_CHUNK": 32, "MIN_WIDE_CHUNK": 32,
+        "GATE_BYTES": 0, "GATE_BYTES_FEW_ROWS": 0, "MIN_CHUNK": 32,
     }.items():  # fmt: skip
         monkeypatch.setattr(work_module, name, value)
 

@@ -39,7 +39,7 @@ def items_of(work: DecodeWork) -> list[list[int]]:
 def always_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trees are too small here to pay, and chunks would never be cut."""
     for name, value in {
-        "GATE_BYTES": 0, "GATE_BYTES_FEW_ROWS": 0, "MIN_NARROW_CHUNK": 16, "MIN_WIDE_CHUNK": 16,
+        "GATE_BYTES": 0, "GATE_BYTES_FEW_ROWS": 0, "MIN_CHUNK": 16,
     }.items():  # fmt: skip
         monkeypatch.setattr(work_module, name, value)
 
@@ -106,7 +106,7 @@ def test_long_rows_are_cut_to_fill_the_card(no_rows: Any, device: str) -> None:
     rows = no_rows(16)
     rows.add(rows.take(512), 1, 8192)
     work = work_of(rows, device)
-    assert work.num_narrow == 8192 // work_module.MIN_NARROW_CHUNK
+    assert work.num_narrow == 8192 // work_module.MIN_CHUNK
     assert work.num_merges == 1
 
 
