@@ -58,7 +58,7 @@ class ExtendWork:
         self._query_starts = np.concatenate([[0], np.cumsum(lens)])  # [R + 1]
         first = plan.kv_lens[rows] - lens - self._query_starts[:-1]
         self._positions = np.repeat(first, lens) + np.arange(lens.sum())  # [Q]
-        self.tile = workspace.tiles.extend(int(lens.max()))
+        self.tile = workspace.tiles.extend
         self._tile_queries = self.tile.rows // workspace.group
         tables = [plan.block_tables[row] for row in rows.tolist()]
         self._table_starts = np.concatenate([[0], np.cumsum([len(table) for table in tables])])

@@ -73,22 +73,21 @@ class Tiles:
         cap = 160 if self._can_cap else None
         return Tile(max(128, least), self._tokens, 8, 3, masks_all=False, ctas_per_sm=1, max_registers=cap)
 
-    def extend(self, num_queries: int) -> Tile:
-        """The tile of rows with up to `num_queries` queries each: no larger than they need.
+    @property
+    def extend(self) -> Tile:
+        """The tile of rows with several queries each.
 
-        64 rows, two CTAs on an SM, are faster than 128 in one: 427 against 406 TFLOP/s for 2,048 queries.
+        64 rows with two CTAs on an SM are faster than 128 in one (427 against 406 TFLOP/s for 2,048 queries on
+        8,192 tokens), and fewer rows are not, not even for 4 queries: wgmma takes 64 at once anyway.
         """
-        rows = max(16, _power_of_two(min(num_queries * self.group, 64)), _power_of_two(self.group))
+        least, tokens = _power_of_two(self.group), min(self._tokens, 64)
         if self.dtype == torch.float32:
-            return Tile(max(16, _power_of_two(self.group)), 32, 4, 2, masks_all=False, ctas_per_sm=1)
+            return Tile(max(16, least), min(tokens, 32), 4, 2, masks_all=False, ctas_per_sm=1)
         if self.capability[0] != 9:
-            num_warps = 8 if rows >= 64 else 4
-            return Tile(rows, min(self._tokens, 64), num_warps, 2, masks_all=False, ctas_per_sm=1)
-        if rows == 64 and padded(self.head_dim) == 256:  # 4 warps cannot hold what 64 rows accumulate
-            rows = 128
-        if rows == 128:
-            return Tile(rows, self._tokens, 8, 3, masks_all=False, ctas_per_sm=1)
-        return Tile(rows, self._tokens, 4, 3, masks_all=False, ctas_per_sm=2)
+            return Tile(max(64, least), tokens, 8, 2, masks_all=False, ctas_per_sm=1)
+        if least > 64 or padded(self.head_dim) == 256:  # more than 4 warps can hold
+            return Tile(128, tokens, 8, 3, masks_all=False, ctas_per_sm=1)
+        return Tile(64, tokens, 4, 3, masks_all=False, ctas_per_sm=2)
 
     @property
     def _tokens(self) -> int:
