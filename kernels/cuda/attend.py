@@ -44,11 +44,10 @@ def attend_kernel(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     MASKS_ALL: tl.constexpr,
-    MASKS_KEYS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    STARTS_NEXT: tl.constexpr,
     BESIDE: tl.constexpr,
 ):
     """Grid (Hkv, W): one program attends with the queries of one item to its stretch of one KV head.
@@ -62,10 +61,9 @@ def attend_kernel(
     The query rows of a tile are the GROUP query heads of each of the item's rows, ROWS at most. Scores are
     masked in every tile (MASKS_ALL), or only in the last one.
 
-    OVERLAPS is programmatic dependent launch: a kernel may start while the one before it runs, once all
-    programs of that one have allowed it, and says itself what it waits for. BESIDE is for one that needs
-    nothing of the kernel before it, only what that one waited for. But it must not end before that one does,
-    so its last program, which has to be one without an item, waits.
+    STARTS_NEXT lets the next kernel start once all programs of this one have, and say itself what it waits
+    for: programmatic dependent launch. BESIDE is for a kernel started so that needs nothing of this one. But
+    it must not end before this one does, so its last program, which has to be one without an item, waits.
     """
     head = tl.program_id(0)
     item = items + tl.program_id(1) * 8
@@ -83,9 +81,7 @@ def attend_kernel(
     # The ids of the next tile's blocks are carried through the loop: loaded inside, the compiler's pipeline
     # would have to wait for them before it can fetch K and V ahead.
     ids = block_ids_of(table, 0, TILE, BLOCK_SIZE)
-    if OVERLAPS:  # all that was loaded so far has been there since before the step
-        if not BESIDE:
-            gdc_wait()
+    if STARTS_NEXT:
         gdc_launch_dependents()
 
     lanes = tl.arange(0, ROWS)
@@ -124,13 +120,13 @@ def attend_kernel(
         ids = block_ids_of(table, tile + 1, TILE, BLOCK_SIZE)
         acc, total, top = attend_tile(
             acc, total, top, q_tile, key, value, offsets, dims, tile * TILE, num_tokens, low, scale, softcap,
-            HEAD_DIM, DIMS, TILE, MASKS_ALL, MASKS_KEYS, HAS_SOFTCAP, HAS_WINDOW,
+            HEAD_DIM, DIMS, TILE, MASKS_ALL, HAS_SOFTCAP, HAS_WINDOW,
         )  # fmt: skip
     if not MASKS_ALL and num_full * TILE < num_tokens:
         offsets = slot_offsets(ids, num_full, kv_block_stride, kv_slot_stride, TILE, BLOCK_SIZE)
         acc, total, top = attend_tile(
             acc, total, top, q_tile, key, value, offsets, dims, num_full * TILE, num_tokens, low, scale,
-            softcap, HEAD_DIM, DIMS, TILE, True, MASKS_KEYS, HAS_SOFTCAP, HAS_WINDOW,
+            softcap, HEAD_DIM, DIMS, TILE, True, HAS_SOFTCAP, HAS_WINDOW,
         )  # fmt: skip
 
     if is_whole != 0:
