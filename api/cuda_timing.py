@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Literal
 
 import torch
-import triton
-import triton.language as tl
+
+from ramet.kernels.cuda import ceilings
 
 FLUSH_BYTES = 512 << 20  # several times any L2 cache
 Flush = Literal["read", "write"]
@@ -38,7 +39,7 @@ class Timer:
         events = []
         for _ in range(repeats + 5):
             self.flush(flush)
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start, end = _event(), _event()
             start.record()
             graph.replay()
             end.record()
@@ -56,6 +57,10 @@ class Timer:
         return self.graph_us(layers, repeats) / num_layers
 
 
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
 def capture(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
     """Run `call` once, to compile what it needs, then record it."""
     call()
@@ -66,32 +71,22 @@ def capture(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-@triton.jit
-def _read_kernel(source, sums, BLOCK: tl.constexpr, UNROLL: tl.constexpr):
-    program = tl.program_id(0).to(tl.int64)
-    total = tl.zeros((BLOCK,), tl.int32)
-    for step in range(UNROLL):
-        total ^= tl.load(source + (program * UNROLL + step) * BLOCK + tl.arange(0, BLOCK))
-    tl.store(sums + program, tl.sum(total, axis=0))
-
-
 def read_gb_s(timer: Timer, num_bytes: int = 4 << 30) -> float:
     """The rate at which memory can be read and nothing else is done: the ceiling of attention."""
-    source = torch.randint(-(2**31), 2**31 - 1, (num_bytes // 4,), dtype=torch.int32, device="cuda")
-    block, unroll = 2048, 16
-    sums = torch.empty(source.numel() // (block * unroll), dtype=torch.int32, device="cuda")
-
-    def read() -> None:
-        _read_kernel[(len(sums),)](source, sums, BLOCK=block, UNROLL=unroll, num_warps=8)
-
-    return num_bytes / timer.graph_us(read, repeats=20) / 1e3
+    source = _random_int32(num_bytes)
+    sums = source.new_empty(source.numel() // (ceilings.BLOCK * ceilings.UNROLL))
+    return num_bytes / timer.graph_us(partial(ceilings.read, source, sums), repeats=20) / 1e3
 
 
 def copy_gb_s(timer: Timer, num_bytes: int = 4 << 30) -> float:
     """The rate of a copy, read and written bytes together."""
-    source = torch.randint(-(2**31), 2**31 - 1, (num_bytes // 4,), dtype=torch.int32, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * num_bytes / timer.graph_us(lambda: target.copy_(source), repeats=20) / 1e3
+    source = _random_int32(num_bytes)
+    copy = partial(ceilings.copy, source, torch.empty_like(source))
+    return 2 * num_bytes / timer.graph_us(copy, repeats=20) / 1e3
+
+
+def _random_int32(num_bytes: int) -> torch.Tensor:
+    return torch.randint(-(2**31), 2**31 - 1, (num_bytes // 4,), dtype=torch.int32, device="cuda")
 
 
 def matmul_tflop_s(timer: Timer, size: int = 8192) -> float:

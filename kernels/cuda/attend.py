@@ -44,36 +44,32 @@ def attend_kernel(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     MASKS_ALL: tl.constexpr,
-    MASKS_KEYS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     STARTS_NEXT: tl.constexpr,
-    FOLLOWS: tl.constexpr,
+    BESIDE: tl.constexpr,
 ):
     """Grid (Hkv, W): one program attends with the queries of one item to its stretch of one KV head.
 
     q, out [T, H, D]; key, value [Hkv, N, B, D], D contiguous, Hkv and N at any stride (64 bit: a pool may
-    hold more than 2^31 numbers). items [W, 8] are described in ramet.kernels.cuda.work, block_ids holds the ids of
-    their blocks; tokens, kv_lens, part_starts [R] are of the decoding rows. part_out [P, H, D] and part_lse
-    [P, H] are fp32, the latter in powers of two. The KV head is the fastest axis of the grid, so that
-    neighbours read one block's slabs, which is 1.5 % faster.
+    hold more than 2^31 numbers). items [W, 8] are described in ramet.kernels.cuda.work, block_ids holds the
+    ids of their blocks; tokens, kv_lens, part_starts [R] are of the decoding rows. part_out [P, H, D] and
+    part_lse [P, H] are fp32, the latter in powers of two. The KV head is the fastest axis of the grid, so
+    that neighbours read one block's slabs, which is 1.5 % faster.
 
     The query rows of a tile are the GROUP query heads of each of the item's rows, ROWS at most. Scores are
     masked in every tile (MASKS_ALL), or only in the last one.
 
-    STARTS_NEXT lets the kernel that follows start as soon as all programs of this one have: programmatic
-    dependent launch, where that kernel says itself what it waits for. FOLLOWS is for a kernel started so: it
-    needs nothing of the one before it, but must not end before that one does. So its last program, which has
-    to be one without an item, waits.
+    STARTS_NEXT lets the next kernel start once all programs of this one have, and say itself what it waits
+    for: programmatic dependent launch. BESIDE is for a kernel started so that needs nothing of this one. But
+    it must not end before this one does, so its last program, which has to be one without an item, waits.
     """
     head = tl.program_id(0)
     item = items + tl.program_id(1) * 8
-    if STARTS_NEXT:
-        gdc_launch_dependents()
     num_rows = tl.load(item + 1)
     if num_rows == 0:  # fills up a launch whose size is fixed
-        if FOLLOWS and head == 0 and tl.program_id(1) == tl.num_programs(1) - 1:
+        if BESIDE and head == 0 and tl.program_id(1) == tl.num_programs(1) - 1:
             gdc_wait()
         return
     row0 = tl.load(item)
@@ -82,6 +78,11 @@ def attend_kernel(
     num_tokens = tl.load(item + 4)
     part = tl.load(item + 5)
     is_whole = tl.load(item + 6)
+    # The ids of the next tile's blocks are carried through the loop: loaded inside, the compiler's pipeline
+    # would have to wait for them before it can fetch K and V ahead.
+    ids = block_ids_of(table, 0, TILE, BLOCK_SIZE)
+    if STARTS_NEXT:
+        gdc_launch_dependents()
 
     lanes = tl.arange(0, ROWS)
     in_use = lanes < num_rows * GROUP
@@ -103,15 +104,13 @@ def attend_kernel(
         low = tl.load(kv_lens + row, mask=in_use, other=0) - window - start
         seen_from = tl.min(tl.where(in_use, low, num_tokens), 0)
         first = tl.minimum(tl.maximum(seen_from, 0), num_tokens) // TILE
+        ids = block_ids_of(table, first, TILE, BLOCK_SIZE)
 
     key += head * kv_head_stride
     value += head * kv_head_stride
     acc = tl.zeros([ROWS, DIMS], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     top = tl.full([ROWS], NOTHING, tl.float32)
-    # The ids of the next tile's blocks are carried through the loop: loaded inside, the compiler's pipeline
-    # would have to wait for them before it can fetch K and V ahead.
-    ids = block_ids_of(table, first, TILE, BLOCK_SIZE)
     if MASKS_ALL:
         num_full = tl.cdiv(num_tokens, TILE)
     else:
@@ -121,13 +120,13 @@ def attend_kernel(
         ids = block_ids_of(table, tile + 1, TILE, BLOCK_SIZE)
         acc, total, top = attend_tile(
             acc, total, top, q_tile, key, value, offsets, dims, tile * TILE, num_tokens, low, scale, softcap,
-            HEAD_DIM, DIMS, TILE, MASKS_ALL, MASKS_KEYS, HAS_SOFTCAP, HAS_WINDOW,
+            HEAD_DIM, DIMS, TILE, MASKS_ALL, HAS_SOFTCAP, HAS_WINDOW,
         )  # fmt: skip
     if not MASKS_ALL and num_full * TILE < num_tokens:
         offsets = slot_offsets(ids, num_full, kv_block_stride, kv_slot_stride, TILE, BLOCK_SIZE)
         acc, total, top = attend_tile(
             acc, total, top, q_tile, key, value, offsets, dims, num_full * TILE, num_tokens, low, scale,
-            softcap, HEAD_DIM, DIMS, TILE, True, MASKS_KEYS, HAS_SOFTCAP, HAS_WINDOW,
+            softcap, HEAD_DIM, DIMS, TILE, True, HAS_SOFTCAP, HAS_WINDOW,
         )  # fmt: skip
 
     if is_whole != 0:

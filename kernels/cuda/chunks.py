@@ -41,8 +41,10 @@ def even_cut(num_tokens: IntArray, least: int, grain: int, num_slots: int) -> Cu
     found: list[tuple[float, Cut]] = []
     for finer in (1, 1.75, 3):
         trial = cut(num_tokens, least, grain, share / finer)
+        if found and np.array_equal(trial.num_chunks, found[-1][1].num_chunks):
+            continue
         found.append((_duration(trial, num_slots), trial))
-        if found[-1][0] * EVEN_ENOUGH <= share or share / finer <= least:
+        if found[-1][0] * EVEN_ENOUGH <= share:
             break
     return min(found, key=lambda timed: timed[0])[1]
 

@@ -2,8 +2,8 @@
 
 Wide segments are bound by arithmetic, narrow ones by memory, so they should run at the same time (as in
 POD-Attention, arXiv 2410.18038). All in one stream: the narrow kernel starts as soon as every wide CTA runs,
-fills the rest of the SMs and reads while the others compute; the merge stands ready when both are through. Two
-streams were as fast, and a fused kernel slower.
+fills the rest of the SMs and reads while the others compute; the merge stands ready when both are through.
+Two streams were as fast, and a fused kernel slower.
 """
 
 from __future__ import annotations
@@ -28,26 +28,22 @@ def decode(
 ) -> None:
     """Attend with the queries q [T, H, D] of the rows of `work`, and write their rows of out [T, H, D]."""
     workspace = work.workspace
-    assert q.shape == out.shape and q.shape[1:] == (workspace.num_heads, workspace.pool.head_dim), (
-        "other heads"
-    )
+    heads = (workspace.num_heads, workspace.pool.head_dim)
+    assert q.shape == out.shape and q.shape[1:] == heads, f"the heads of this work are {heads}"
     assert q.stride(-1) == out.stride(-1) == 1, "the numbers of a head lie side by side"
     assert scale > 0, "a scale keeps the order of the scores"
     call = _Call(work, layer, q, out, scale, options)
-    overlaps, has_wide, has_merges = workspace.can_overlap, work.num_wide > 0, work.num_merges > 0
+    has_wide = work.num_wide > 0
     if has_wide:
-        call.attend(work.wide_tile, workspace.wide_items, work.num_wide, starts_next=overlaps)
-    call.attend(
-        work.narrow_tile,
-        workspace.narrow_items,
-        work.num_narrow + 1,  # the last has no rows and waits: see attend_kernel
-        starts_next=overlaps and has_merges,
-        follows=overlaps and has_wide,
-    )
-    if has_merges:
+        call.attend(work.wide_tile, workspace.wide_items, work.num_wide)
+    # The last narrow item has no rows and waits: see attend_kernel.
+    call.attend(work.narrow_tile, workspace.narrow_items, work.num_narrow + 1, beside=has_wide)
+    if work.num_merges:
         parts = workspace.part_out, workspace.part_lse
         many = work.most_parts > MANY_PARTS
-        merge(workspace.merges.tensor, work.num_merges, *parts, out, options.sinks, many, follows=overlaps)
+        merge(
+            workspace.merges.tensor, work.num_merges, *parts, out, options.sinks, many, workspace.can_overlap
+        )
 
 
 @dataclass(frozen=True)
@@ -61,11 +57,9 @@ class _Call:
     scale: float
     options: AttentionOptions
 
-    def attend(
-        self, tile: Tile, items: Upload, num_items: int, *, starts_next: bool, follows: bool = False
-    ) -> None:
+    def attend(self, tile: Tile, items: Upload, num_items: int, beside: bool = False) -> None:
         workspace, options, q, out = self.work.workspace, self.options, self.q, self.out
-        pool = workspace.pool
+        pool, overlaps = workspace.pool, workspace.can_overlap
         key, value = pool.key(self.layer), pool.value(self.layer)  # [Hkv, N, B, D]
         assert key.stride() == value.stride() and key.stride(-1) == 1, "K and V of a layer lie alike"
         attend_kernel[(pool.num_kv_heads, num_items)](
@@ -77,8 +71,8 @@ class _Call:
             options.softcap or 0.0, options.window or 0,
             GROUP=workspace.group, HEAD_DIM=pool.head_dim, DIMS=padded(pool.head_dim),
             BLOCK_SIZE=pool.block_size, ROWS=tile.rows, TILE=tile.tokens,
-            MASKS_ALL=tile.masks_all, MASKS_KEYS=tile.max_registers is None,
+            MASKS_ALL=tile.masks_all,
             HAS_SOFTCAP=options.softcap is not None, HAS_WINDOW=options.window is not None,
             HAS_SINKS=options.sinks is not None,
-            STARTS_NEXT=starts_next, FOLLOWS=follows, launch_pdl=follows, **tile.options,
+            STARTS_NEXT=overlaps, BESIDE=beside and overlaps, launch_pdl=beside and overlaps, **tile.options,
         )  # fmt: skip

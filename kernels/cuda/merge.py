@@ -24,7 +24,7 @@ def merge_kernel(
     DIMS: tl.constexpr,
     PARTS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    FOLLOWS: tl.constexpr,
+    STARTS_EARLY: tl.constexpr,
 ):
     """Grid (H, M): one program adds the parts of one query head of one row.
 
@@ -43,7 +43,7 @@ def merge_kernel(
     first = tl.load(merge + 1).to(tl.int64)
     dims = tl.arange(0, DIMS)
     in_head = dims < HEAD_DIM
-    if FOLLOWS:
+    if STARTS_EARLY:  # see attend_kernel
         gdc_wait()
     acc = tl.zeros([DIMS], tl.float32)
     total = 0.0
@@ -79,16 +79,16 @@ def merge(
     out: Tensor,
     sinks: Tensor | None,
     has_many_parts: bool = False,
-    follows: bool = False,
+    starts_early: bool = False,
 ) -> None:
     """Write the rows of out [T, H, D] that `merges` [num_merges, 4] int32 name: each the sum of its parts.
 
     part_out [P, H, D] and part_lse [P, H], fp32, may have any shape of that order. Rows of many parts have
-    more of them in flight. `follows`: the kernel before lets this one start early.
+    more of them in flight. `starts_early`: the kernel before allows it.
     """
     _, num_heads, head_dim = out.shape
     merge_kernel[(num_heads, num_merges)](
         merges, part_out, part_lse, out, out.stride(0), out.stride(1), sinks,
         HEAD_DIM=head_dim, DIMS=padded(head_dim), PARTS=32 if has_many_parts else 8,
-        HAS_SINKS=sinks is not None, FOLLOWS=follows, num_warps=1, launch_pdl=follows,
+        HAS_SINKS=sinks is not None, STARTS_EARLY=starts_early, num_warps=1, launch_pdl=starts_early,
     )  # fmt: skip

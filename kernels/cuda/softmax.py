@@ -44,19 +44,6 @@ def slot_offsets(ids, tile, block_stride, slot_stride, TILE: tl.constexpr, BLOCK
 
 
 @triton.jit
-def _load(pointers, seen, in_head, MASKS_TOKENS: tl.constexpr, MASKS_DIMS: tl.constexpr):
-    if MASKS_TOKENS and MASKS_DIMS:
-        loaded = tl.load(pointers, mask=seen & in_head, other=0.0)
-    elif MASKS_TOKENS:
-        loaded = tl.load(pointers, mask=seen, other=0.0)
-    elif MASKS_DIMS:
-        loaded = tl.load(pointers, mask=in_head, other=0.0)
-    else:
-        loaded = tl.load(pointers)
-    return loaded
-
-
-@triton.jit
 def attend_tile(
     acc,
     total,
@@ -75,7 +62,6 @@ def attend_tile(
     DIMS: tl.constexpr,
     TILE: tl.constexpr,
     MASKED: tl.constexpr,
-    MASKS_KEYS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     high=None,
@@ -85,19 +71,19 @@ def attend_tile(
 
     q [ROWS, DIMS]; key and value point to a KV head, offsets [TILE] from there. Keys at or past `end` are not
     seen (if MASKED), nor those before low (if HAS_WINDOW) or after high (if CAUSAL), both [ROWS]. `scale` is
-    that of the softmax, and includes log2(e) unless there is a cap. What is not seen is not fetched, as that
-    costs bytes; but the keys are (unless MASKS_KEYS) where registers are short.
+    that of the softmax, and includes log2(e) unless there is a cap.
+
+    Keys past the end are fetched, from wherever their ids lead, and their scores dropped: a mask on that load
+    takes registers, and with them a CTA of an SM. Values past the end are not: they may be no numbers, which
+    a weight of 0 does not undo.
     """
     positions = position + tl.arange(0, TILE)
-    in_head = dims < HEAD_DIM
     seen = positions < end
-    k = _load(
-        key + offsets[None, :] + dims[:, None],
-        seen[None, :],
-        in_head[:, None],
-        MASKED and MASKS_KEYS,
-        HEAD_DIM < DIMS,
-    )
+    keys, values = key + offsets[None, :] + dims[:, None], value + offsets[:, None] + dims[None, :]
+    if HEAD_DIM < DIMS:
+        k = tl.load(keys, mask=(dims < HEAD_DIM)[:, None], other=0.0)
+    else:
+        k = tl.load(keys)
     # "ieee" is for fp32, where the default would round to tf32; half precision is exact anyway.
     scores = tl.dot(q, k, input_precision="ieee")
     if HAS_SOFTCAP:
@@ -114,9 +100,12 @@ def attend_tile(
     shrink = tl.exp2(top - new_top)
     total = total * shrink + tl.sum(weights, 1)
     acc = acc * shrink[:, None]
-    v = _load(
-        value + offsets[:, None] + dims[None, :], seen[:, None], in_head[None, :], MASKED, HEAD_DIM < DIMS
-    )
+    if HEAD_DIM < DIMS:
+        v = tl.load(values, mask=seen[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+    elif MASKED:
+        v = tl.load(values, mask=seen[:, None], other=0.0)
+    else:
+        v = tl.load(values)
     acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
     return acc, total, new_top
 
