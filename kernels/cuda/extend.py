@@ -102,14 +102,14 @@ def extend_kernel(
             ids = block_ids_of(table, tile + 1, TILE, BLOCK_SIZE)
             acc, total, top = attend_tile(
                 acc, total, top, q_tile, key, value, offsets, dims, tile * TILE, stop, low, scale, softcap,
-                HEAD_DIM, DIMS, TILE, False, False, HAS_SOFTCAP, False,
+                HEAD_DIM, DIMS, TILE, False, HAS_SOFTCAP, False,
             )  # fmt: skip
     for tile in tl.range(tl.maximum(first, num_full), tl.cdiv(stop, TILE)):
         offsets = slot_offsets(ids, tile, kv_block_stride, kv_slot_stride, TILE, BLOCK_SIZE)
         ids = block_ids_of(table, tile + 1, TILE, BLOCK_SIZE)
         acc, total, top = attend_tile(
             acc, total, top, q_tile, key, value, offsets, dims, tile * TILE, stop, low, scale, softcap,
-            HEAD_DIM, DIMS, TILE, True, True, HAS_SOFTCAP, HAS_WINDOW, position, True,
+            HEAD_DIM, DIMS, TILE, True, HAS_SOFTCAP, HAS_WINDOW, position, True,
         )  # fmt: skip
 
     if part == _WHOLE:

@@ -126,7 +126,8 @@ def _rotate_and_store_kernel(
     tl.store(out_ptr + there[:, None] + dim[None, :], q.to(out_ptr.dtype.element_ty), mask=mask)
 
     kv_head = tl.arange(0, KV_HEADS)
-    kv_mask = ((kv_head < NUM_KV_HEADS) & (slot >= 0))[:, None] & inside[None, :]
+    num_stored = tl.where(slot >= 0, NUM_KV_HEADS, 0)
+    kv_mask = (kv_head < num_stored)[:, None] & inside[None, :]
     k_row = k_ptr + token * k_token_stride + (kv_head * k_head_stride)[:, None]
     k = tl.load(k_row + dim[None, :], mask=kv_mask, other=0.0).to(tl.float32)
     k_partner = tl.load(k_row + other[None, :], mask=kv_mask, other=0.0).to(tl.float32)
