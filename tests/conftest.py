@@ -46,8 +46,8 @@ def make_tiny(tiny_module: Any) -> MakeLLM:
 
     def make(device: str = "cpu", **settings: Any) -> LLM:
         if device not in modules:
-            modules[device] = tiny_llama().to(device)
-        return checked(LLM(modules[device], **{"num_blocks": 64, **settings}))
+            modules[device] = tiny_llama()
+        return checked(LLM(modules[device], device=device, **{"num_blocks": 64, **settings}))
 
     return make
 

@@ -252,10 +252,10 @@ def test_tiny_llama(
 
 @pytest.fixture(scope="module")
 def smollm2_shape() -> Any:
-    """SmolLM2-135M's 30 layers of 9 query and 3 KV heads of 64, with random weights, on the GPU."""
+    """SmolLM2-135M's 30 layers of 9 query and 3 KV heads of 64, with random weights."""
     return tiny_llama(
         num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64, vocab_size=49152, weight_std=0.05
-    ).to("cuda")
+    )
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -265,9 +265,10 @@ def test_smollm2_shape_on_cuda(
     smollm2_shape: Any, way: Way, settings: dict[str, int], params: SamplingParams
 ) -> None:
     prompt = tokens(33, 1, vocab_size=49152)
-    reference = LLM(smollm2_shape, num_blocks=64).generate(prompt, params)[0].choices[0]
+    reference = LLM(smollm2_shape, device="cuda", num_blocks=64).generate(prompt, params)[0].choices[0]
     assert len(set(reference.token_ids)) > 12, "outputs vary"
-    llm = LLM(smollm2_shape, **{"num_blocks": 64, **settings})
+    numbers: dict[str, Any] = {"num_blocks": 64, **settings}
+    llm = LLM(smollm2_shape, device="cuda", **numbers)
     assert_same(reference, way(llm, prompt, params))
     check_idle(llm)
 

@@ -80,8 +80,8 @@ class Tiles:
     def extend(self) -> Tile:
         """The tile of rows with several queries each.
 
-        64 rows with two CTAs on an SM are faster than 128 in one (427 against 406 TFLOP/s for 2,048 queries on
-        8,192 tokens), and fewer rows are not, not even for 4 queries: wgmma takes 64 at once anyway.
+        64 rows with two CTAs on an SM are faster than 128 in one (427 against 406 TFLOP/s for 2,048 queries
+        on 8,192 tokens), and fewer rows are not, not even for 4 queries: wgmma takes 64 at once anyway.
         """
         least, tokens = _power_of_two(self.group), min(self._tokens, 64)
         if self.dtype == torch.float32:

@@ -1,7 +1,7 @@
 """Compiles what the launchers would launch on a card that is not there, and reads what became of it.
 
-The real launchers run on CPU tensors, with Triton told to compile only; so it is the shipped configurations that
-are compiled, with the arguments that they are launched with.
+The real launchers run on CPU tensors, with Triton told to compile only; so it is the shipped configurations
+that are compiled, with the arguments that they are launched with.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _NoDriver:
         return self.target
 
     def get_current_device(self) -> int:
-        return self.target.arch
+        return int(self.target.arch)
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -83,7 +83,7 @@ def _read(kernel: Any) -> Compiled:
         file.flush()
         usage = _tool("-res-usage", file.name)
         sass = _tool("-sass", file.name)
-    registers, stack = (int(re.search(rf"{field}:(\d+)", usage)[1]) for field in ("REG", "STACK"))
+    registers, stack = (int(re.findall(rf"{field}:(\d+)", usage)[0]) for field in ("REG", "STACK"))
     return Compiled(
         kernel.metadata.name,
         registers,

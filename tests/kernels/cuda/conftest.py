@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 import torch
+
+# Triton is there for Linux only.
+collect_ignore_glob = [] if find_spec("triton") else ["test_*"]
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ from ramet.kernels import attention
 from ramet.kernels.kv_pool import KVPool
 from ramet.kernels.options import AttentionOptions
 from ramet.kernels.reference import paged_attention
+from ramet.testing import tiny_llama
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -66,13 +67,14 @@ def test_an_engine_runs_on_it(tiny_module: Any, device: str) -> None:
         return [kid.token_ids for kid in kids]
 
     settings: dict[str, Any] = {"num_blocks": 16, "max_batch_tokens": 24}
-    found = LLM(tiny_module, **settings)
-    runner = found.engine.runner
-    assert isinstance(runner, ModelRunner)
-    shape = runner.model.shape
-    sizes = (shape.num_layers, 16, shape.num_kv_heads, shape.head_dim, 16, torch.float32)
-    if device == "cpu":
-        found.engine.runner = ModelRunner(runner.model, KVPool(*sizes, device, "block-major"))
+    expected = run(LLM(tiny_module, **settings))
+    if device == "cuda":
+        found = LLM(tiny_llama(), device=device, **settings)
     else:
-        found = LLM(tiny_module, device=device, **settings)
-    assert run(found) == run(LLM(tiny_module, device="cpu", **settings))
+        found = LLM(tiny_module, **settings)
+        runner = found.engine.runner
+        assert isinstance(runner, ModelRunner)
+        shape = runner.model.shape
+        sizes = (shape.num_layers, 16, shape.num_kv_heads, shape.head_dim, 16, torch.float32)
+        found.engine.runner = ModelRunner(runner.model, KVPool(*sizes, device, "block-major"))
+    assert run(found) == expected
