@@ -49,9 +49,7 @@ class Tiles:
         beside it, and five later on. If they are too `few` to fill the card, more loads ahead do help.
         """
         rows = max(16, _power_of_two(self.group))
-        fit = (
-            4 if self.head_dim in (64, 128) else 3
-        )  # masks of a head's end take registers, and so do large heads
+        fit = 4 if padded(self.head_dim) <= 128 else 3  # by their registers
         tile = Tile(rows, self._tokens, 4, 2, masks_all=True, ctas_per_sm=fit)
         if few:
             return replace(tile, tokens=max(tile.tokens // 2, 16), num_stages=3)

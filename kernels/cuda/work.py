@@ -6,7 +6,7 @@ and the parts of a row are numbered along its path. Numpy only; the workspace se
 
 from __future__ import annotations
 
-from itertools import chain
+import struct
 from typing import NamedTuple
 
 import numpy as np
@@ -36,7 +36,6 @@ def planner(pool: KVPool) -> Planner:
 class Segments(NamedTuple):
     """What is read: shared segments by level, then the private segments of rows. Each field is [X]."""
 
-    level: IntArray
     row0: IntArray
     num_rows: IntArray
     start: IntArray  # position of the first token
@@ -117,10 +116,9 @@ class DecodeWork:
         start = private_block0 * size
         num_tokens = self.plan.kv_lens[self.rows] - start
         (private,) = np.nonzero(num_tokens)
-        level, row0, row1, block0, block1 = shared.T
+        _, row0, row1, block0, block1 = shared.T
         ones = np.ones_like(private)
         return Segments(
-            np.concatenate((level, ones)),
             np.concatenate((row0, private)),
             np.concatenate((row1 - row0, ones)),
             np.concatenate((block0 * size, start[private])),
@@ -171,16 +169,15 @@ class DecodeWork:
     def _parts(self, segments: Segments, chunks: Chunks) -> tuple[IntArray, IntArray]:
         """The index of the first part of each segment [X], and the number of parts of each row [R]."""
         num_parts = np.zeros(len(self.rows), dtype=np.int64)
-        part0 = np.empty_like(segments.row0)
-        level = np.where(segments.is_private, -1, segments.level)
-        for of in [*(level == i for i in range(level.max() + 1)), segments.is_private]:
-            # Segments of one level do not overlap, so a row gets the parts of one of them at most.
-            row0, added = segments.row0[of], chunks.num_chunks[of]
-            part0[of] = num_parts[row0]
-            change = np.zeros(len(num_parts) + 1, dtype=np.int64)
-            np.add.at(change, row0, added)
-            np.subtract.at(change, row0 + segments.num_rows[of], added)
-            num_parts += np.cumsum(change[:-1])
+        part0 = np.zeros_like(segments.row0)
+        num_shared = len(part0) - np.count_nonzero(segments.is_private)
+        row0s, num_rows = segments.row0[:num_shared].tolist(), segments.num_rows[:num_shared].tolist()
+        for i, row0 in enumerate(row0s):  # a segment comes after those above it
+            part0[i] = num_parts[row0]
+            num_parts[row0 : row0 + num_rows[i]] += chunks.num_chunks[i]
+        private = segments.row0[num_shared:]
+        part0[num_shared:] = num_parts[private]
+        num_parts[private] += chunks.num_chunks[num_shared:]
         return part0, num_parts
 
     def _send_block_ids(self, segments: Segments) -> IntArray:
@@ -188,11 +185,13 @@ class DecodeWork:
         size, tables = self.plan.block_size, self.plan.block_tables
         block0 = segments.start // size
         num_blocks = -(-segments.num_tokens // size)
-        places = zip(
-            self.rows[segments.row0].tolist(), block0.tolist(), (block0 + num_blocks).tolist(), strict=True
-        )
-        ids = chain.from_iterable(tables[row][first:end] for row, first, end in places)
-        self.workspace.block_ids.send(np.fromiter(ids, dtype=np.int32, count=int(num_blocks.sum())))
+        rows, ends = self.rows[segments.row0].tolist(), (block0 + num_blocks).tolist()
+        ids: list[int] = []
+        for row, first, end in zip(rows, block0.tolist(), ends, strict=True):
+            ids += tables[row][first:end]
+        # Three times as fast as numpy's own conversion of a list.
+        packed = struct.pack(f"{len(ids)}i", *ids)
+        self.workspace.block_ids.send(np.frombuffer(packed, dtype=np.int32))
         return np.cumsum(num_blocks) - num_blocks
 
     def _items(
