@@ -44,6 +44,7 @@ def attend_kernel(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     MASKS_ALL: tl.constexpr,
+    MASKS_KEYS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -59,7 +60,7 @@ def attend_kernel(
     that neighbours read one block's slabs, which is 1.5 % faster.
 
     The query rows of a tile are the GROUP query heads of each of the item's rows, ROWS at most. Scores are
-    masked in every tile (MASKS_ALL), or only in the last one.
+    masked in every tile (MASKS_ALL), or only in the last one; MASKS_KEYS is explained at attend_tile.
 
     STARTS_NEXT lets the next kernel start once all programs of this one have, and say itself what it waits
     for: programmatic dependent launch. BESIDE is for a kernel started so that needs nothing of this one. But
@@ -120,7 +121,7 @@ def attend_kernel(
         ids = block_ids_of(table, tile + 1, TILE, BLOCK_SIZE)
         acc, total, top = attend_tile(
             acc, total, top, q_tile, key, value, offsets, dims, tile * TILE, num_tokens, low, scale, softcap,
-            HEAD_DIM, DIMS, TILE, MASKS_ALL, HAS_SOFTCAP, HAS_WINDOW,
+            HEAD_DIM, DIMS, TILE, MASKS_ALL, HAS_SOFTCAP, HAS_WINDOW, MASKS_KEYS=MASKS_KEYS,
         )  # fmt: skip
     if not MASKS_ALL and num_full * TILE < num_tokens:
         offsets = slot_offsets(ids, num_full, kv_block_stride, kv_slot_stride, TILE, BLOCK_SIZE)

@@ -71,7 +71,7 @@ class _Call:
             options.softcap or 0.0, options.window or 0,
             GROUP=workspace.group, HEAD_DIM=pool.head_dim, DIMS=padded(pool.head_dim),
             BLOCK_SIZE=pool.block_size, ROWS=tile.rows, TILE=tile.tokens,
-            MASKS_ALL=tile.masks_all,
+            MASKS_ALL=tile.masks_all, MASKS_KEYS=tile.masks_keys(pool.block_size),
             HAS_SOFTCAP=options.softcap is not None, HAS_WINDOW=options.window is not None,
             HAS_SINKS=options.sinks is not None,
             STARTS_NEXT=overlaps, BESIDE=beside and overlaps, launch_pdl=beside and overlaps, **tile.options,

@@ -66,6 +66,7 @@ def attend_tile(
     HAS_WINDOW: tl.constexpr,
     high=None,
     CAUSAL: tl.constexpr = False,
+    MASKS_KEYS: tl.constexpr = False,
 ):
     """Add the TILE keys at `position` to the running softmax acc [ROWS, DIMS], total and top [ROWS].
 
@@ -73,14 +74,15 @@ def attend_tile(
     seen (if MASKED), nor those before low (if HAS_WINDOW) or after high (if CAUSAL), both [ROWS]. `scale` is
     that of the softmax, and includes log2(e) unless there is a cap.
 
-    Keys past the end are fetched, from wherever their ids lead, and their scores dropped: a mask on that load
-    takes registers, and with them a CTA of an SM. Values past the end are not: they may be no numbers, which
-    a weight of 0 does not undo.
+    Values past the end are not fetched: they may be no numbers, which a weight of 0 does not undo. Keys are,
+    from wherever their ids lead, unless MASKS_KEYS: that spares bytes and takes registers.
     """
     positions = position + tl.arange(0, TILE)
     seen = positions < end
     keys, values = key + offsets[None, :] + dims[:, None], value + offsets[:, None] + dims[None, :]
-    if HEAD_DIM < DIMS:
+    if MASKS_KEYS and MASKED:
+        k = tl.load(keys, mask=seen[None, :] & (dims < HEAD_DIM)[:, None], other=0.0)
+    elif HEAD_DIM < DIMS:
         k = tl.load(keys, mask=(dims < HEAD_DIM)[:, None], other=0.0)
     else:
         k = tl.load(keys)

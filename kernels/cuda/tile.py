@@ -31,6 +31,14 @@ class Tile:
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         return options if self.max_registers is None else {**options, "maxnreg": self.max_registers}
 
+    def masks_keys(self, block_size: int) -> bool:
+        """Whether keys past the end are not fetched.
+
+        It takes registers. Where they are capped it would spill; where a tile is one or two blocks, the
+        compiler needs so many that an SM has one CTA less, a fifth of the bandwidth.
+        """
+        return self.max_registers is None and not self.tokens // 2 <= block_size <= self.tokens
+
 
 @dataclass(frozen=True)
 class Tiles:
@@ -51,8 +59,8 @@ class Tiles:
         rows = max(16, _power_of_two(self.group))
         fit = 4 if padded(self.head_dim) <= 128 else 3  # by their registers
         tile = Tile(rows, self._tokens, 4, 2, masks_all=True, ctas_per_sm=fit)
-        if few:
-            return replace(tile, tokens=max(tile.tokens // 2, 16), num_stages=3)
+        if few and tile.tokens >= 32:
+            return replace(tile, tokens=tile.tokens // 2, num_stages=3)
         if beside_wide and self._can_cap:
             return replace(tile, max_registers=96)
         return tile
