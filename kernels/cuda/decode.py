@@ -33,17 +33,15 @@ def decode(
     assert q.stride(-1) == out.stride(-1) == 1, "the numbers of a head lie side by side"
     assert scale > 0, "a scale keeps the order of the scores"
     call = _Call(work, layer, q, out, scale, options)
-    has_wide = work.num_wide > 0
-    if has_wide:
-        call.attend(work.wide_tile, workspace.wide_items, work.num_wide)
+    todo = work.list
+    if todo.num_wide:
+        call.attend(todo.wide_tile, workspace.wide_items, todo.num_wide)
     # The last narrow item has no rows and waits: see attend_kernel.
-    call.attend(work.narrow_tile, workspace.narrow_items, work.num_narrow + 1, beside=has_wide)
-    if work.num_merges:
+    call.attend(todo.narrow_tile, workspace.narrow_items, todo.num_narrow + 1, beside=todo.num_wide > 0)
+    if todo.num_merges:
         parts = workspace.part_out, workspace.part_lse
-        many = work.most_parts > MANY_PARTS
-        merge(
-            workspace.merges.tensor, work.num_merges, *parts, out, options.sinks, many, workspace.can_overlap
-        )
+        many, early = todo.most_parts > MANY_PARTS, workspace.can_overlap
+        merge(workspace.merges.tensor, todo.num_merges, *parts, out, options.sinks, many, early)
 
 
 @dataclass(frozen=True)

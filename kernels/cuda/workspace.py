@@ -6,13 +6,16 @@ outgrows is replaced by one of at least twice the size.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 import torch
 
 from ramet.kernels.cuda.tile import Tiles
 from ramet.kernels.kv_pool import KVPool
+
+if TYPE_CHECKING:
+    from ramet.kernels.cuda.work_list import WorkList
 
 ASSUMED_SMS = 132  # where there is no card: work lists made in tests
 SLACK = 256  # block ids that a kernel may read past the end of a list, without following them
@@ -63,6 +66,7 @@ class Workspace:
         self.narrow_items, self.wide_items = Upload(device, 1 << 14), Upload(device, 1 << 14)
         self.merges = Upload(device, 1 << 12)
         self.block_ids = Upload(device, 1 << 16)
+        self.work_list: WorkList | None = None  # of the last step
         self.part_out = torch.empty((1, pool.head_dim), dtype=torch.float32, device=device)  # [P*H, D]
         self.part_lse = torch.empty(1, dtype=torch.float32, device=device)  # [P*H]
 

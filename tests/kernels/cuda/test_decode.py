@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from ramet.kernels.cuda import work as work_module
+from ramet.kernels.cuda import work as work_module, work_list as list_module
 from ramet.kernels.cuda.decode import decode
 from ramet.kernels.cuda.work import DecodeWork
 from ramet.kernels.cuda.workspace import Workspace
 from ramet.kernels.kv_pool import KVPool
 from ramet.kernels.options import PLAIN, AttentionOptions
+from ramet.kernels.plan import Planner
 from ramet.kernels.reference import paged_attention
 
 ON_GPU = torch.cuda.is_available()
@@ -26,10 +27,9 @@ HALF = torch.bfloat16 if ON_GPU else torch.float16  # the interpreter has no dot
 @pytest.fixture(autouse=True)
 def _always_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trees are too small here to pay, and chunks would never be cut."""
-    for name, value in {
-        "GATE_BYTES": 0, "GATE_BYTES_FEW_ROWS": 0, "MIN_CHUNK": 32,
-    }.items():  # fmt: skip
-        monkeypatch.setattr(work_module, name, value)
+    monkeypatch.setattr(work_module, "GATE_BYTES", 0)
+    monkeypatch.setattr(work_module, "GATE_BYTES_FEW_ROWS", 0)
+    monkeypatch.setattr(list_module, "MIN_CHUNK", 32)
 
 
 class Step:
@@ -185,8 +185,8 @@ def test_log_sum_exp_of_the_parts(no_rows: Any, step_of: Callable[..., Step]) ->
     step = step_of(shared_rows(no_rows, 4, 5, 64, 3, 70))
     step.run()
     _, lse = step.expected()
-    parts = step.workspace.part_lse[: step.work.num_parts * 4].view(-1, 4).double().cpu() * math.log(2)
-    merges = step.workspace.merges.tensor[: 4 * step.work.num_merges].view(-1, 4).tolist()
+    parts = step.workspace.part_lse[: step.work.list.num_parts * 4].view(-1, 4).double().cpu() * math.log(2)
+    merges = step.workspace.merges.tensor[: 4 * step.work.list.num_merges].view(-1, 4).tolist()
     assert len(merges) == 5
     for token, first, num_parts, _ in merges:
         assert num_parts >= 2
@@ -206,13 +206,33 @@ def test_rows_grow_without_a_new_work_list(no_rows: Any, step_of: Callable[..., 
     assert torch.equal(step.run(), expected)
 
 
+def test_lists_serve_many_steps(no_rows: Any, step_of: Callable[..., Step]) -> None:
+    """Rows grow token by token into new blocks; the lists stay until rows are shorter, or the tree is another."""
+    rows = shared_rows(no_rows, 4, 3, 32, 11, 20)
+    step = step_of(rows)
+    tables, lens = rows.block_tables, rows.kv_lens
+    lists = []
+    for missing in (9, 8, 5, 0, 3):
+        rows.kv_lens = [n - missing for n in lens]
+        rows.block_tables = [table[: -(-n // 4)] for table, n in zip(tables, rows.kv_lens, strict=True)]
+        step.work = DecodeWork(rows.plan(), step.decoding, step.workspace)
+        lists.append(step.work.list)
+        assert step.error() < 1e-5
+    assert [known is lists[0] for known in lists] == [True, True, True, True, False]
+    unshared = Planner(4, min_shared_tokens_saved=1 << 40)
+    flat = unshared.plan(rows.block_tables, rows.query_lens, rows.kv_lens, [0, 8, 8])
+    step.work = DecodeWork(flat, step.decoding, step.workspace)
+    assert step.work.list is not lists[-1]
+    assert step.error() < 1e-5
+
+
 def test_items_without_rows_fill_up_a_launch(no_rows: Any, step_of: Callable[..., Step]) -> None:
     step = step_of(shared_rows(no_rows, 4, 9, 32, 3, 30))
     expected = step.run()
-    assert step.work.num_wide and step.work.num_merges
-    step.work.num_narrow += 3
-    step.work.num_wide += 2
-    step.work.num_merges += 4
+    assert step.work.list.num_wide and step.work.list.num_merges
+    step.work.list.num_narrow += 3
+    step.work.list.num_wide += 2
+    step.work.list.num_merges += 4
     assert torch.equal(step.run(), expected)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from ramet.kernels.cuda import work as work_module
+from ramet.kernels.cuda import work as work_module, work_list as list_module
 from ramet.kernels.cuda.work import DecodeWork, planner
 from ramet.kernels.cuda.workspace import Workspace
 from ramet.kernels.kv_pool import KVPool
@@ -31,17 +31,16 @@ def decoding(plan: AttentionPlan) -> IntArray:
 
 def items_of(work: DecodeWork) -> list[list[int]]:
     workspace = work.workspace
-    lists = (workspace.narrow_items, work.num_narrow), (workspace.wide_items, work.num_wide)
+    lists = (workspace.narrow_items, work.list.num_narrow), (workspace.wide_items, work.list.num_wide)
     return [item for upload, num in lists for item in upload.tensor[: 8 * num].view(num, 8).tolist()]
 
 
 @pytest.fixture
 def always_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trees are too small here to pay, and chunks would never be cut."""
-    for name, value in {
-        "GATE_BYTES": 0, "GATE_BYTES_FEW_ROWS": 0, "MIN_CHUNK": 16,
-    }.items():  # fmt: skip
-        monkeypatch.setattr(work_module, name, value)
+    monkeypatch.setattr(work_module, "GATE_BYTES", 0)
+    monkeypatch.setattr(work_module, "GATE_BYTES_FEW_ROWS", 0)
+    monkeypatch.setattr(list_module, "MIN_CHUNK", 16)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -68,11 +67,11 @@ def test_each_key_is_read_once(seed: int, rows_of: Callable[..., Any], device: s
             parts[i].append(-1 if is_whole else part)
     assert all(set(counts) == {1} for counts in read)
     # Parts of a row are numbered without a gap, and lie where the merge looks for them.
-    merges = work.workspace.merges.tensor[: 4 * work.num_merges].view(-1, 4).tolist()
+    merges = work.workspace.merges.tensor[: 4 * work.list.num_merges].view(-1, 4).tolist()
     expected = {int(plan.query_starts[row]): p for row, p in zip(work.rows, parts, strict=True) if p != [-1]}
     assert {token: list(range(n)) for token, _, n, _ in merges} == {t: sorted(p) for t, p in expected.items()}
     slots = [slot for _, first, n, _ in merges for slot in range(first, first + n)]
-    assert sorted(slots) == list(range(work.num_parts))
+    assert sorted(slots) == list(range(work.list.num_parts))
 
 
 def test_little_sharing_is_not_worth_a_launch(no_rows: Any, device: str) -> None:
@@ -83,7 +82,7 @@ def test_little_sharing_is_not_worth_a_launch(no_rows: Any, device: str) -> None
         rows.add(prefix + rows.take(1), 1, 70)
     work = work_of(rows, device)
     assert len(work.plan.segments) == 1
-    assert (work.num_narrow, work.num_wide, work.num_merges) == (4, 0, 0)
+    assert (work.list.num_narrow, work.list.num_wide, work.list.num_merges) == (4, 0, 0)
 
 
 @pytest.mark.usefixtures("always_shares")
@@ -94,9 +93,9 @@ def test_tiles_of_a_chunk_stand_side_by_side(no_rows: Any, device: str) -> None:
     for _ in range(50):
         rows.add(prefix + rows.take(1), 1, 1030)
     work = work_of(rows, device)
-    assert work.wide_tile is not None
+    assert work.list.wide_tile is not None
     starts = [item[3] for item in items_of(work) if item[1] > 1]
-    num_tiles = -(-50 // (work.wide_tile.rows // NUM_HEADS))
+    num_tiles = -(-50 // (work.list.wide_tile.rows // NUM_HEADS))
     assert len(starts) % num_tiles == 0 and len(starts) > num_tiles
     assert starts == [start for start in sorted(set(starts)) for _ in range(num_tiles)]
 
@@ -106,8 +105,8 @@ def test_long_rows_are_cut_to_fill_the_card(no_rows: Any, device: str) -> None:
     rows = no_rows(16)
     rows.add(rows.take(512), 1, 8192)
     work = work_of(rows, device)
-    assert work.num_narrow == 8192 // work_module.MIN_CHUNK
-    assert work.num_merges == 1
+    assert work.list.num_narrow == 8192 // list_module.MIN_CHUNK
+    assert work.list.num_merges == 1
 
 
 def test_the_planner_keeps_segments_that_save_a_chunk(device: str) -> None:
