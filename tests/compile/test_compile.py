@@ -115,15 +115,15 @@ def decode_kernels(
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_unshared_decode(capability: int, shape: tuple[int, int, int]) -> None:
     work, kernels = decode_kernels(capability, shape, 1)
-    assert work.num_wide == 0
-    check(kernels[0], work.narrow_tile, capability)
+    assert work.list.num_wide == 0
+    check(kernels[0], work.list.narrow_tile, capability)
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_decode_with_every_option(dtype: torch.dtype) -> None:
     work, (wide, narrow, merge) = decode_kernels(90, (4, 128, 16), 64, dtype, OPTIONS)
-    check(narrow, work.narrow_tile, 90, has_options=True)
-    check(wide, work.wide_tile, 90, has_options=True)
+    check(narrow, work.list.narrow_tile, 90, has_options=True)
+    check(wide, work.list.wide_tile, 90, has_options=True)
     assert merge.spilled == 0
 
 
@@ -131,9 +131,9 @@ def test_decode_with_every_option(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("num_rows", [8, 16, 64])
 def test_shared_decode(capability: int, num_rows: int) -> None:
     work, (wide, narrow, merge) = decode_kernels(capability, (4, 128, 16), num_rows)
-    assert work.wide_tile.rows == (32 if capability == 80 else 64 if num_rows < 64 else 128)
-    check(wide, work.wide_tile, capability)
-    check(narrow, work.narrow_tile, capability)
+    assert work.list.wide_tile.rows == (32 if capability == 80 else 64 if num_rows < 64 else 128)
+    check(wide, work.list.wide_tile, capability)
+    check(narrow, work.list.narrow_tile, capability)
     assert merge.spilled == 0
 
 
