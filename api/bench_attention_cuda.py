@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from rich.table import Table
 
-from ramet.api import bench_attention_cases as cases
+from ramet.api import bench_attention_cases as cases, bench_extend_cuda, bench_writes_cuda
 from ramet.api.bench import Report
 from ramet.api.bench_attention_cases import TREES, UNSHARED, Case, case, even_tree, random_tree
 from ramet.api.bench_attention_peers import Inputs, peers
@@ -298,5 +298,7 @@ def run() -> Report:
     bench.block_tables()
     bench.block_sizes()
     bench.planning()
+    bench_writes_cuda.measure(bench.timer, bench.report)
+    bench_extend_cuda.measure(bench.timer, bench.report)
     bench.targets()
     return bench.report

@@ -33,13 +33,13 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 class KVPool:
     """K and V in one allocation, seen as [num_layers, 2, Hkv, N, B, D] whatever its layout.
 
-    head-major, for the CPU: memory is in the order of that shape. All slots of one KV head lie side by side, so
-    the gather of any set of slots is one index_select for K and V of all heads, and what it yields is dense
-    for the attention kernel.
+    head-major, for the CPU: memory is in the order of that shape. All slots of one KV head lie side by side,
+    so the gather of any set of slots is one index_select for K and V of all heads, and what it yields is
+    dense for the attention kernel.
 
-    block-major, for a GPU: memory is [N, num_layers, 2, Hkv, B, D]. A block over all layers is one stretch, so
-    copying it, or moving it to the host, is one transfer; a block of one head of one layer is dense as well,
-    which is all that the kernels ask for. It is written and read by kernels only (ramet.kernels.cuda).
+    block-major, for a GPU: memory is [N, num_layers, 2, Hkv, B, D]. A block over all layers is one stretch,
+    so copying it, or moving it to the host, is one transfer; a block of one head of one layer is dense as
+    well, which is all that the kernels ask for. Only those of ramet.kernels.cuda write and read it.
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class KVPool:
         else:
             shape = (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim)
             self.storage = _zeros(shape, dtype, self.device).permute(1, 2, 3, 0, 4, 5)
+        self.workspaces: dict[int, object] = {}  # what the GPU's kernels keep, by the number of query heads
         self.data_ptr = self.storage.data_ptr()
         # Views are made once; making one costs as much as a small operation, and each layer needs some.
         self._keys = list(self.storage.select(1, 0).unbind(0))  # each [Hkv, N, B, D]
