@@ -84,7 +84,7 @@ class WorkList:
         workspace.reserve_parts(self.num_parts)
 
     def suits(self, shape: Shape) -> bool:
-        """Whether the lists hold for a step of this shape: the same tree, whose rows grew a little at most."""
+        """Whether the lists hold for a step of this shape: the same tree, its rows grown a little at most."""
         mine = self.shape
         if not all(map(np.array_equal, shape[:3], mine[:3])):
             return False

@@ -207,18 +207,18 @@ def test_rows_grow_without_a_new_work_list(no_rows: Any, step_of: Callable[..., 
 
 
 def test_lists_serve_many_steps(no_rows: Any, step_of: Callable[..., Step]) -> None:
-    """Rows grow token by token into new blocks; the lists stay until rows are shorter, or the tree is another."""
+    """Rows grow into new blocks, and the lists stay until a row is too short for them or the tree another."""
     rows = shared_rows(no_rows, 4, 3, 32, 11, 20)
     step = step_of(rows)
     tables, lens = rows.block_tables, rows.kv_lens
     lists = []
-    for missing in (9, 8, 5, 0, 3):
+    for missing in (9, 8, 5, 0, 3, 10):
         rows.kv_lens = [n - missing for n in lens]
         rows.block_tables = [table[: -(-n // 4)] for table, n in zip(tables, rows.kv_lens, strict=True)]
         step.work = DecodeWork(rows.plan(), step.decoding, step.workspace)
         lists.append(step.work.list)
         assert step.error() < 1e-5
-    assert [known is lists[0] for known in lists] == [True, True, True, True, False]
+    assert [known is lists[0] for known in lists] == [True] * 5 + [False]
     unshared = Planner(4, min_shared_tokens_saved=1 << 40)
     flat = unshared.plan(rows.block_tables, rows.query_lens, rows.kv_lens, [0, 8, 8])
     step.work = DecodeWork(flat, step.decoding, step.workspace)
@@ -265,6 +265,6 @@ def test_offsets_past_two_to_the_31(no_rows: Any, device: str) -> None:
     q = torch.randn(1, 2, head_dim, device=device).half()
     out = torch.empty_like(q)
     decode(work, 0, q, out, 0.125, PLAIN)
-    few = [side[:, table].cpu() for side in (pool.key(0), pool.value(0))]
-    expected, _ = paged_attention(q.cpu(), *few, [[0, 1]], [1], [20], 0.125)
+    key, value = (side[:, table].cpu() for side in (pool.key(0), pool.value(0)))
+    expected, _ = paged_attention(q.cpu(), key, value, [[0, 1]], [1], [20], 0.125)
     assert (out.cpu().double() - expected).norm() / expected.norm() < 1e-3
