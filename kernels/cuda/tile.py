@@ -57,7 +57,8 @@ class Tiles:
         beside it, and five later on. If they are too `few` to fill the card, more loads ahead do help.
         """
         rows = max(16, _power_of_two(self.group))
-        fit = 4 if padded(self.head_dim) <= 128 else 3  # by their registers
+        # By their registers; masks of what is past a head take some, too.
+        fit = 4 if self.head_dim == padded(self.head_dim) <= 128 else 3
         tile = Tile(rows, self._tokens, 4, 2, masks_all=True, ctas_per_sm=fit)
         if few and tile.tokens >= 32:
             return replace(tile, tokens=tile.tokens // 2, num_stages=3)
