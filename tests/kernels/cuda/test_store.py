@@ -56,16 +56,6 @@ def test_tokens_go_to_their_slots(
     assert same(pool.storage, expected)
 
 
-def test_many_tokens(device: str) -> None:
-    """From 2048 on a program writes several tokens; the last program has fewer."""
-    pool = KVPool(1, 2050, 1, 16, 1, torch.float32, device, "block-major")
-    k, v = torch.randn(2, 2049, 1, 16, device=device)
-    slots = torch.randperm(2050)[:2049]
-    store(pool.key(0), pool.value(0), slots.to(device), k, v)
-    assert torch.equal(pool.key(0)[0, slots.to(device), 0], k[:, 0])
-    assert torch.equal(pool.value(0)[0, slots.to(device), 0], v[:, 0])
-
-
 @pytest.mark.parametrize(("num_kv_heads", "head_dim", "block_size"), SHAPES)
 @pytest.mark.parametrize("group", [1, 3])
 def test_rotation_on_the_way(
