@@ -65,7 +65,9 @@ def prepare(pool: KVPool, plan: AttentionPlan, slots: Ints) -> Prepared:
         # Not at the top: Triton is only there where a GPU is, or a test.
         from ramet.kernels.cuda.attention import GPUAttention
 
-        return Prepared(pool, torch.tensor(where).to(pool.device), None, GPUAttention(plan, pool))
+        return Prepared(
+            pool, torch.tensor(where).to(pool.device, non_blocking=True), None, GPUAttention(plan, pool)
+        )
     written = None
     if where.min() < 0:
         index = np.flatnonzero(where >= 0)

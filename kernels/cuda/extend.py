@@ -51,7 +51,7 @@ def extend_kernel(
 ):
     """Grid (Hkv, W): one program attends with one item's queries to one KV head.
 
-    q, out [T, H, D]; key, value [Hkv, N, B, D], D contiguous, N and Hkv at any stride. items [W, 8] and
+    q, out [T, H, D]; key, value [Hkv, N, B, D], D contiguous, N and Hkv at any stride. items [W, 7] and
     block_ids: see ramet.kernels.cuda.extend_work; tokens, query_positions, part_starts [Q] of the extending
     rows' queries. part_out [P, H, D] and part_lse [P, H] fp32, the latter in powers of two.
 
@@ -59,7 +59,7 @@ def extend_kernel(
     queries see need a mask, or all of them where there is a window.
     """
     head = tl.program_id(0)
-    item = items + tl.program_id(1) * 8
+    item = items + tl.program_id(1) * 7
     query0 = tl.load(item)
     num_queries = tl.load(item + 1)
     table = block_ids + tl.load(item + 2)

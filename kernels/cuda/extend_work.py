@@ -31,7 +31,7 @@ class Piece(NamedTuple):
 
 
 class Item(NamedTuple):
-    """One program's work, for each KV head; the kernel reads these eight numbers."""
+    """One program's work, for each KV head; the kernel reads these seven numbers."""
 
     query0: int  # of the extending rows' queries, side by side
     num_queries: int
@@ -39,8 +39,7 @@ class Item(NamedTuple):
     start: int  # position
     stop: int  # position
     part: int  # of its queries' partial results, or WHOLE
-    first_position: int  # of its queries
-    last_position: int
+    first_position: int  # the lowest of its queries
 
 
 class ExtendWork:
@@ -101,7 +100,7 @@ class ExtendWork:
         return together <= MAX_TILES_LEFT * int((-(-lens // self._tile_queries)).sum())
 
     def _items(self, pieces: list[Piece]) -> tuple[IntArray, IntArray]:
-        """The items [W, 8], longest first, and the number of parts [Q] of each query, 0 where it is whole."""
+        """The items [W, 7], longest first, and the number of parts [Q] of each query, 0 where it is whole."""
         tiles = [tile for piece in pieces for tile in self._tiles(piece)]
         chunk = self._chunk(sum(tile.stop - tile.start for _, tile in tiles), len(tiles))
         num_parts = np.zeros(len(self._positions), dtype=np.int64)
@@ -131,7 +130,7 @@ class ExtendWork:
         for start, first, last in zip(starts.tolist(), firsts, lasts, strict=True):
             num_queries, stop = min(self._tile_queries, query1 - start), min(piece.stop, last + 1)
             if piece.start < stop:
-                item = Item(start, num_queries, table, piece.start, stop, WHOLE, first, last)
+                item = Item(start, num_queries, table, piece.start, stop, WHOLE, first)
                 tiles.append((piece, item))
         return tiles
 
@@ -152,5 +151,5 @@ def _to_device(arrays: list[IntArray], device: torch.device) -> list[torch.Tenso
     packed = np.zeros(starts[-1], dtype=np.int32)
     for array, (start, stop) in zip(arrays, places, strict=True):
         packed[start:stop] = array.reshape(-1)
-    sent = torch.from_numpy(packed).to(device)
+    sent = torch.from_numpy(packed).to(device, non_blocking=True)  # not pinned, so it may be freed at once
     return [sent[a:b].view(array.shape) for array, (a, b) in zip(arrays, places, strict=True)]
