@@ -196,18 +196,18 @@ class Bench:
         rows = setting.checked_rows
         expected = reference(setting.case, setting.pool, setting.q, rows)
 
-        def us(name: str, layer: Layer) -> float:
+        def us(layer: Layer) -> float:
             inputs.out.fill_(torch.nan)
             layer(1)  # a plan is used again by each layer
             error = (layer(0)[rows].double() - expected).norm() / expected.norm()
-            assert error < 2 * MAX_ERROR, f"{name} on {setting.case.name}: error {error:.1e}"
+            assert error < 2 * MAX_ERROR, f"error {error:.1e}"
             return self.timer.layer_us(layer, setting.pool.num_layers)
 
         for name, peer in self.peers.items():
             times: list[float] = []
             try:
                 for layer in peer(inputs):
-                    times.append(us(name, layer))
+                    times.append(us(layer))
             except Exception as failure:  # not ours, and our own numbers are still wanted
                 warnings.warn(f"{name} on {setting.case.name}: {failure}", stacklevel=2)
             if times:
