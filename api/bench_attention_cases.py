@@ -32,17 +32,6 @@ def even_tree(*levels: tuple[int, int]) -> list[Node]:
     return [Node(num_tokens, even_tree(*below)) for _ in range(fan_out)]
 
 
-def levels_of(forest: list[Node]) -> tuple[tuple[int, int], ...]:
-    """(fan-out, tokens a node) of each level, or nothing if the nodes of a level are not all alike."""
-    below = {levels_of(node.children) for node in forest}
-    if not forest or len(below) > 1 or len({node.num_tokens for node in forest}) > 1:
-        return ()
-    (levels,) = below
-    if forest[0].children and not levels:
-        return ()
-    return ((len(forest), forest[0].num_tokens), *levels)
-
-
 def random_tree(seed: int, num_branches: int = 96, depth: int = 6) -> list[Node]:
     """A ragged tree: fan-outs of 2 to 6, nodes of 64 to 4,096 tokens, leaves on any level."""
     rng = random.Random(seed)
@@ -70,7 +59,6 @@ class Case:
     kv_lens: list[int]
     num_shared_blocks: list[int]
     unique_tokens: int
-    levels: tuple[tuple[int, int], ...]  # (fan-out, tokens) of each, if the tree is even
 
     @property
     def scores(self) -> int:
@@ -130,7 +118,7 @@ def case(name: str, forest: list[Node], block_size: int = BLOCK_SIZE, permuted: 
         ids = list(range(num_blocks))
         random.Random(0).shuffle(ids)
         tables = [[ids[block] for block in table] for table in tables]
-    return Case(name, block_size, tables, lens, shared_with_previous(tables), unique, levels_of(forest))
+    return Case(name, block_size, tables, lens, shared_with_previous(tables), unique)
 
 
 def ragged(seed: int, num_branches: int, shortest: int, longest: int) -> list[Node]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ramet.api.bench_attention_cases import TREES, UNSHARED, case, even_tree, levels_of, random_tree
+from ramet.api.bench_attention_cases import TREES, UNSHARED, case, even_tree, random_tree
 
 TOKEN_BYTES = 2 * 8 * 128 * 2  # K and V of 8 heads of 128 in bf16
 
@@ -12,7 +12,6 @@ TOKEN_BYTES = 2 * 8 * 128 * 2  # K and V of 8 heads of 128 in bf16
 def test_an_even_tree() -> None:
     """T: a root, 8 children, 8 leaves each."""
     step = case("T", TREES["T"])
-    assert step.levels == ((1, 4096), (8, 2048), (8, 512))
     assert step.num_branches == 64 and set(step.kv_lens) == {4096 + 2048 + 512}
     assert step.unique_tokens == 4096 + 8 * 2048 + 64 * 512
     assert step.unique_bytes == step.unique_tokens * TOKEN_BYTES + 2 * 64 * 32 * 128 * 2
@@ -33,7 +32,6 @@ def test_a_random_tree_is_ragged_and_shares(seed: int) -> None:
     step = case("random", random_tree(seed))
     assert step.num_branches == 96 and len(set(step.kv_lens)) > 48
     assert step.unique_tokens < step.scores
-    assert levels_of(random_tree(seed)) == ()
     assert step.block_tables == case("random", random_tree(seed)).block_tables
 
 
