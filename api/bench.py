@@ -89,7 +89,8 @@ def _targets_table(targets: Sequence[Target]) -> Table:
 def versions() -> dict[str, str]:
     """The versions of what was measured, as installed."""
     found = {"python": platform.python_version()}
-    for package in ("ramet", "torch", "transformers", "numpy", "sortedcontainers"):
+    ours = ("ramet", "torch", "triton", "transformers", "numpy", "sortedcontainers")
+    for package in (*ours, "flashinfer-python", "vllm"):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

@@ -250,7 +250,7 @@ app.command(context_settings={"auto_envvar_prefix": "RAMET"})(serve)
 def bench(
     name: Annotated[Bench, typer.Argument(help="What to measure.")],
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, last on stdout.")] = False,
-    device: Annotated[str, typer.Option(help="For attention: where it runs. Only cpu for now.")] = "cpu",
+    device: Annotated[str, typer.Option(help="For attention: where it runs, cpu or cuda.")] = "cpu",
     plot: Annotated[Path | None, typer.Option(help="For memory: also write a picture, a PNG.")] = None,
 ) -> None:
     """Measure, and hold the numbers against their targets.
@@ -273,12 +273,22 @@ def bench(
     """
     if plot is not None and name is not Bench.memory:
         raise typer.BadParameter("is for `ramet bench memory`", param_hint="--plot")
-    if device != "cpu":
-        raise typer.BadParameter("can only be cpu for now", param_hint="--device")
+    if device not in ("cpu", "cuda"):
+        raise typer.BadParameter("is cpu or cuda", param_hint="--device")
+    if device == "cuda" and name is not Bench.attention:
+        raise typer.BadParameter("cuda is for `ramet bench attention`", param_hint="--device")
+    if device == "cuda" and not _has_cuda():
+        raise typer.BadParameter("there is no CUDA device here", param_hint="--device")
     out, _ = _consoles()
     from ramet.api.bench import show
 
     show(_measure(name, device, plot), as_json=as_json, console=out)
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _measure(name: Bench, device: str, plot: Path | None) -> Report:

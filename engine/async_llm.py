@@ -130,6 +130,8 @@ class AsyncLLM:
         **settings: Any,
     ) -> AsyncGenerator[Delta]:
         """See LLM.stream, and `start` for `max_unread`."""
+        if not isinstance(prompt, str):  # a bare number would be the one token of a prompt
+            prompt = checked_list("prompt", prompt, "token ids, or a text")
         with self.start([prompt], params, max_unread=max_unread, **settings) as work:
             async for delta in work.deltas():
                 yield delta

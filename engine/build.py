@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ramet.engine.config import EngineConfig
+from ramet.engine.device import free_bytes, pick_device, use_expandable_segments
 from ramet.engine.engine import Engine
-from ramet.engine.errors import InvalidInput
+from ramet.engine.errors import InvalidInput, UnsupportedModel
 from ramet.engine.model_runner import ModelRunner
-from ramet.engine.models import load_model
+from ramet.engine.models import LoadedModel, load_model
 from ramet.engine.scripted import ScriptedModel, ScriptedRunner
 from ramet.engine.tokenizer import Tokenizer
+from ramet.kernels.attention import MAX_GROUP, MAX_HEAD_DIM
 from ramet.kernels.kv_pool import KVPool
 
 # A pool that is not sized by hand takes this part of the free memory, and no more than that many bytes.
 _MEMORY_SHARE = 0.25
 _MOST_BYTES = 4 << 30
+# A GPU is there for this. The rest is for the activations of a step.
+_GPU_MEMORY_SHARE = 0.9
 _SCRIPTED_BLOCKS = 1024
 
 
@@ -61,17 +64,22 @@ def build_engine(
             eos_token_ids=model.eos_token_ids,
             block_nbytes=runner.pages.nbytes // config.num_blocks,
         )
-    if num_blocks is not None:  # checked before anything is loaded
-        EngineConfig(num_blocks=num_blocks, max_model_len=1, **settings)
+    # Checked before anything is loaded.
+    EngineConfig(num_blocks=1 if num_blocks is None else num_blocks, max_model_len=1, **settings)
+    if _device_of(model, device).type == "cuda":
+        _check_block_size(block_size)
+        use_expandable_segments()
     loaded = load_model(
         model, tokenizer, device=device, dtype=dtype, max_model_len=max_model_len, cache_dir=cache_dir
     )
     shape = loaded.shape
+    if loaded.device.type == "cuda":
+        _check_heads(loaded)
     bytes_per_block = KVPool.block_nbytes(
         shape.num_layers, shape.num_kv_heads, shape.head_dim, block_size, loaded.dtype
     )
     if num_blocks is None:
-        num_blocks = _fitting_blocks(bytes_per_block)
+        num_blocks = _fitting_blocks(bytes_per_block, loaded.device)
     config = EngineConfig(num_blocks=num_blocks, max_model_len=shape.max_model_len, **settings)
     pool = KVPool(
         shape.num_layers,
@@ -92,13 +100,39 @@ def build_engine(
     )
 
 
-def _fitting_blocks(bytes_per_block: int) -> int:
+def _device_of(model: Any, device: str | torch.device) -> torch.device:
+    """Where the model will run: a module that is loaded already stays where it is, unless told otherwise."""
+    if isinstance(model, torch.nn.Module) and device == "auto":
+        return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    return pick_device(device)
+
+
+def _check_block_size(block_size: int) -> None:
+    if block_size & (block_size - 1):
+        raise InvalidInput("block_size", "must be a power of two on a GPU", block_size)
+
+
+def _check_heads(loaded: LoadedModel) -> None:
+    """Refuse what the GPU's kernels have no tile for."""
+    shape = loaded.shape
+    group = shape.num_heads // shape.num_kv_heads
+    if shape.head_dim > MAX_HEAD_DIM or group > MAX_GROUP:
+        raise UnsupportedModel(
+            loaded.name,
+            f"on a GPU a head has up to {MAX_HEAD_DIM} numbers and a KV head up to {MAX_GROUP} query heads;"
+            f" it has {shape.head_dim} and {group}",
+        )
+
+
+def _fitting_blocks(bytes_per_block: int, device: torch.device) -> int:
     """How many blocks a part of the free memory holds."""
-    try:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):
-        free = _MOST_BYTES  # the system does not say
-    num_blocks = int(min(free * _MEMORY_SHARE, _MOST_BYTES)) // bytes_per_block
+    free = free_bytes(device)
+    if device.type == "cuda":
+        assert free is not None, "a GPU says how much is free"
+        usable = int(free * _GPU_MEMORY_SHARE)
+    else:
+        usable = _MOST_BYTES if free is None else min(int(free * _MEMORY_SHARE), _MOST_BYTES)
+    num_blocks = usable // bytes_per_block
     if num_blocks < 1:
         raise InvalidInput(
             "num_blocks", f"must be given: a block takes {bytes_per_block} bytes, {free} are free"

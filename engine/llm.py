@@ -40,9 +40,9 @@ class LLM:
     Args:
         model: "smollm2" (the embedded default), a hub id, a folder, a .gguf file, or a transformers model.
         tokenizer: instead of the one that comes with the weights.
-        device: "auto" or "cpu"; other devices come later.
+        device: "auto" (the first GPU, or else the CPU), "cpu", "cuda" or "cuda:1".
         dtype: "auto" is bfloat16 where the processor multiplies it fast, else float32.
-        block_size: token slots of a block.
+        block_size: token slots of a block; on a GPU a power of two.
         num_blocks: blocks in the pool; None sizes it from the memory that is free.
         max_model_len: a context limit below the model's own.
         max_batch_tokens: token budget of a step.

@@ -26,10 +26,12 @@ Forward: TypeAlias = Callable[[Tensor, Tensor, Tensor, Attend], Tensor]  # Loade
 
 def try_model(module: Any, shape: ModelShape, forward: Forward, name: str) -> None:
     """Raise UnsupportedModel if a batch of two sequences gives other logits than each of them alone."""
-    if module.device.type != "cpu":
-        return  # no attention path for other devices yet
+    device = module.device
     lengths = [min(length, shape.max_model_len) for length in _LENGTHS]
-    sequences = [torch.arange(length).add_(seed) % shape.vocab_size for seed, length in enumerate(lengths)]
+    sequences = [
+        torch.arange(length, device=device).add_(seed) % shape.vocab_size
+        for seed, length in enumerate(lengths)
+    ]
     found = _run_batch(sequences, shape, module.dtype, forward)
     expected = _run_alone(module, sequences)
     tolerance = 1e-3 if module.dtype == torch.float32 else 0.1
@@ -45,7 +47,10 @@ def _run_batch(sequences: list[Tensor], shape: ModelShape, dtype: torch.dtype, f
     lengths = [len(ids) for ids in sequences]
     num_blocks = [-(-length // _BLOCK_SIZE) for length in lengths]
     blocks = torch.split(torch.arange(sum(num_blocks)), num_blocks)
-    pool = KVPool(shape.num_layers, sum(num_blocks), shape.num_kv_heads, shape.head_dim, _BLOCK_SIZE, dtype)
+    device = sequences[0].device
+    pool = KVPool(
+        shape.num_layers, sum(num_blocks), shape.num_kv_heads, shape.head_dim, _BLOCK_SIZE, dtype, device
+    )
     plan = attention.planner(pool).plan(
         [ids.tolist() for ids in blocks], lengths, lengths, [0] * len(lengths)
     )
@@ -54,7 +59,8 @@ def _run_batch(sequences: list[Tensor], shape: ModelShape, dtype: torch.dtype, f
     prepared = attention.prepare(pool, plan, slots.numpy())
     token_ids = torch.cat(sequences)
     attend = partial(attention.attend, prepared)
-    return forward(token_ids, torch.cat(positions), torch.arange(len(token_ids)), attend).float()
+    logits_at = torch.arange(len(token_ids), device=device)
+    return forward(token_ids, torch.cat(positions).to(device), logits_at, attend).float()
 
 
 @torch.inference_mode()

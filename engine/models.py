@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ramet.engine.errors import InvalidInput, ModelNotFound, UnsupportedModel
+from ramet.engine.device import pick_device, pick_dtype
+from ramet.engine.errors import ModelNotFound, UnsupportedModel
 from ramet.engine.fused_llama import FusedLlama, fuse as fuse_llama
 from ramet.engine.model_attention import (
     ATTEND_KWARG,
@@ -32,8 +33,6 @@ from ramet.kernels.options import AttentionOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class LoadedModel:
@@ -163,9 +162,9 @@ def load_model(
         name = str(getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__)
     else:
         name = str(model)
-        target = _device(device)
+        target = pick_device(device)
         cache = None if cache_dir is None else Path(cache_dir)
-        files = _load_named(name, _dtype(dtype, target), max_model_len, cache)
+        files = _load_named(name, pick_dtype(dtype, target), max_model_len, cache)
         files = files._replace(module=files.module.to(target))
     found = files.tokenizer if tokenizer is None else tokenizer
     if found is not None and not isinstance(found, Tokenizer):
@@ -190,40 +189,10 @@ def _load_named(
 
 def _moved(module: nn.Module, device: str | torch.device, dtype: str | torch.dtype) -> nn.Module:
     if device != "auto":
-        module = module.to(_device(device))
+        module = module.to(pick_device(device))
     if dtype != "auto":
-        module = module.to(_dtype(dtype, torch.device("cpu")))
+        module = module.to(pick_dtype(dtype, torch.device("cpu")))
     return module
-
-
-def _device(device: str | torch.device) -> torch.device:
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        return torch.device(device)
-    except RuntimeError as error:
-        raise InvalidInput("device", 'must be "auto" or a torch device such as "cuda:0"', device) from error
-
-
-def _dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
-    if dtype == "auto":
-        is_fast = _gpu_has_bf16() if device.type == "cuda" else _cpu_has_bf16()
-        return torch.bfloat16 if is_fast else torch.float32
-    chosen = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if chosen not in _DTYPES.values():
-        raise InvalidInput("dtype", 'must be "auto", "float32", "bfloat16" or "float16"', dtype)
-    assert chosen is not None, "None is not among the dtypes"
-    return chosen
-
-
-def _gpu_has_bf16() -> bool:
-    return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-
-
-def _cpu_has_bf16() -> bool:
-    """Whether this CPU multiplies bfloat16 in hardware; torch's checks are private, so they may be absent."""
-    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    return any(check() for name in names if (check := getattr(torch.cpu, name, None)) is not None)
 
 
 def _eos_token_ids(module: Any, tokenizer: Tokenizer | None) -> frozenset[int]:

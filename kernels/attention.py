@@ -1,7 +1,11 @@
-"""The door to attention: picks the path by the pool's device. A step prepares once, each layer attends."""
+"""The door to attention: picks the path by the pool. A step prepares once, each layer attends.
+
+A head-major pool is read by the CPU path, a block-major one by the GPU's Triton kernels.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,9 +24,9 @@ class Prepared:
     """A step that is ready to run with torch's operators: where its tokens are written, and its work list."""
 
     pool: KVPool
-    slots: torch.Tensor  # [W] int64, of the tokens that are written
-    written: torch.Tensor | None  # [W] int64, those tokens; None where all T are
-    attention: CPUAttention
+    slots: torch.Tensor  # [W] int64, of the tokens that are written; on a GPU [T], -1 for the others
+    written: torch.Tensor | None  # [W] int64, those tokens; None where k and v of all T are handed on
+    attend: Callable[[int, torch.Tensor, float, AttentionOptions], torch.Tensor]
 
 
 # A segment costs the C kernels a task and a merge more for its rows, about as much as reading some hundred
@@ -36,8 +40,17 @@ CPU_MIN_NUMBERS_SAVED_HALF = 400_000
 CPU_MIN_FRACTION_HALF = 0.2
 
 
+# What the GPU's kernels have tiles for.
+MAX_HEAD_DIM = 256
+MAX_GROUP = 128  # query heads of a KV head
+
+
 def planner(pool: KVPool) -> Planner:
     """The planner whose idea of what pays suits the pool."""
+    if pool.layout == "block-major":
+        from ramet.kernels.cuda.work import planner as gpu_planner
+
+        return gpu_planner(pool)
     if cpu_native.serves(pool):
         return Planner(pool.block_size, NATIVE_MIN_TOKENS_SAVED)
     half = pool.dtype != torch.float32
@@ -51,19 +64,24 @@ def prepare(pool: KVPool, plan: AttentionPlan, slots: Ints) -> Prepared | Native
 
     `slots` [T] says where K and V of each token go, -1 for a query-only token, which writes none.
     """
-    if pool.device.type != "cpu":
-        raise NotImplementedError(f"no attention path for device {pool.device.type!r} yet, only for 'cpu'")
     assert plan.block_size == pool.block_size, "plan and pool differ in block size"
     where = np.asarray(slots, dtype=np.int64)
     assert where.shape == (plan.num_tokens,), "each token of the plan has one slot, or -1"
     assert where.max() < pool.num_blocks * pool.block_size, "a slot lies outside the pool"
+    if pool.layout == "block-major":
+        # Not at the top: Triton is only there where a GPU is, or a test.
+        from ramet.kernels.cuda.attention import GPUAttention
+
+        return Prepared(
+            pool, torch.tensor(where).to(pool.device, non_blocking=True), None, GPUAttention(plan, pool)
+        )
     if cpu_native.serves(pool):
         return NativeAttention(plan, pool, where)
     written = None
     if where.min() < 0:
         index = np.flatnonzero(where >= 0)
         written, where = torch.from_numpy(index), where[index]
-    return Prepared(pool, torch.tensor(where), written, CPUAttention(plan, pool))
+    return Prepared(pool, torch.tensor(where), written, CPUAttention(plan, pool).output)
 
 
 def attend(
@@ -82,4 +100,4 @@ def attend(
         k, v = k.index_select(0, prepared.written), v.index_select(0, prepared.written)
     if len(prepared.slots):
         prepared.pool.write(layer, prepared.slots, k, v)
-    return prepared.attention(layer, q, scale, options).out
+    return prepared.attend(layer, q, scale, options)

@@ -53,6 +53,7 @@ class CPUAttention:
     """One step's attention over one pool: prepared once, then called by each layer."""
 
     def __init__(self, plan: AttentionPlan, pool: KVPool) -> None:
+        assert pool.layout == "head-major", "the gathers are over heads"
         assert pool.dtype in (torch.float32, torch.bfloat16, torch.float16), f"no CPU path for {pool.dtype}"
         self.pool = pool
         self.num_tokens = plan.num_tokens
@@ -134,6 +135,12 @@ class CPUAttention:
         if options.sinks is not None:
             out, lse = _with_sinks(out, lse, options.sinks)
         return Attended(out.reshape(q.shape).to(q.dtype), lse.reshape(num_tokens, num_heads))
+
+    def output(
+        self, layer: int, q: torch.Tensor, scale: float, options: AttentionOptions = PLAIN
+    ) -> torch.Tensor:
+        """Only the output [T, H, D]."""
+        return self(layer, q, scale, options).out
 
     def _room(self, by_token: torch.Tensor, starts_empty: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Where partial results [T, Hkv, G, D] and log-sum-exp [T, Hkv, G] are put together, in fp32."""

@@ -117,23 +117,25 @@ class Planner:
         """Keep the intervals that pay; the blocks of the others go to what lies below them.
 
         Sorted by depth, an interval comes after those around it, so `covered` of its first row is what they
-        have taken already. Lists, not arrays: they are read one number at a time.
+        have taken already.
         """
-        covered, levels = [0] * len(lens), [0] * len(lens)
-        ends = [0, *np.cumsum(lens).tolist()]
+        covered, levels = np.zeros_like(lens), np.zeros_like(lens)
         kept: list[tuple[int, int, int, int, int]] = []
         least = max(self.min_shared_tokens_saved, 1)
         for block1, row0, row1 in sorted(intervals):
-            block0, num_rows = covered[row0], row1 - row0
+            block0, num_rows = covered.item(row0), row1 - row0
             saved = (block1 - block0) * (num_rows - 1) * self.block_size
-            unread = ends[row1] - ends[row0] - block0 * num_rows * self.block_size
-            if saved < max(least, self.min_shared_fraction * unread):
+            if saved < least:
                 continue
-            level = levels[row0]
+            if self.min_shared_fraction:
+                unread = lens[row0:row1].sum().item() - block0 * num_rows * self.block_size
+                if saved < self.min_shared_fraction * unread:
+                    continue
+            level = levels.item(row0)
             kept.append((level, row0, row1, block0, block1))
-            covered[row0:row1] = [block1] * num_rows
-            levels[row0:row1] = [level + 1] * num_rows
-        return tuple(map(Segment._make, sorted(kept))), np.array(covered, dtype=np.int64)
+            covered[row0:row1] = block1
+            levels[row0:row1] = level + 1
+        return tuple(map(Segment._make, sorted(kept))), covered
 
 
 def _intervals(depths: IntArray) -> list[tuple[int, int, int]]:

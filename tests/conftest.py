@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+
+# Without a GPU the Triton kernels run in Triton's interpreter, which has to know before it is imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from ramet import LLM
 from ramet.testing import check_invariants, tiny_llama
@@ -28,12 +33,21 @@ def tiny_module() -> Any:
     return tiny_llama()
 
 
+@pytest.fixture(scope="session", params=["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
+def device(request: pytest.FixtureRequest) -> str:
+    """What has to hold on every device that is there."""
+    return str(request.param)
+
+
 @pytest.fixture(scope="session")
 def make_tiny(tiny_module: Any) -> MakeLLM:
     """Engines over one tiny random llama: 2 layers, 3 query heads on 1 KV head, 512 tokens, fp32."""
+    modules = {"cpu": tiny_module}
 
-    def make(**settings: Any) -> LLM:
-        return checked(LLM(tiny_module, **{"num_blocks": 64, **settings}))
+    def make(device: str = "cpu", **settings: Any) -> LLM:
+        if device not in modules:
+            modules[device] = tiny_llama()
+        return checked(LLM(modules[device], device=device, **{"num_blocks": 64, **settings}))
 
     return make
 

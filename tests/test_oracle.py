@@ -9,12 +9,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 
 from ramet import LLM, SamplingParams
 from ramet.engine.outputs import Choice
-from ramet.testing import check_idle, delay_copies
+from ramet.testing import check_idle, delay_copies, tiny_llama
 
 MakeLLM = Callable[..., LLM]
 Way = Callable[[LLM, list[int], SamplingParams], list[int]]
@@ -196,7 +198,14 @@ WAYS: list[tuple[Way, dict[str, int]]] = [
     (batched, {"block_size": 32}),
 ]
 WAYS_OF_THE_REAL_MODEL = [(way, settings) for way, settings in WAYS if settings.get("block_size", 16) == 16]
-IDS = [f"{way.__name__}{''.join(f'-{k}={v}' for k, v in settings.items())}" for way, settings in WAYS]
+
+
+def name_of(way: Way, settings: dict[str, int]) -> str:
+    return way.__name__ + "".join(f"-{key}={value}" for key, value in settings.items())
+
+
+IDS = [name_of(*way) for way in WAYS]
+IDS_OF_THE_REAL_MODEL = [name_of(*way) for way in WAYS_OF_THE_REAL_MODEL]
 
 
 def assert_same(reference: Choice, found: list[int]) -> None:
@@ -221,22 +230,46 @@ NAMES = [f"{'greedy' if p.temperature == 0 else 'seeded'}-{n}" for p, n in PROMP
 
 
 @pytest.fixture(scope="module")
-def references(make_tiny: MakeLLM) -> dict[int, Choice]:
-    return {n: make_tiny().generate(tokens(n, 1), params)[0].choices[0] for params, n in PROMPTS}
+def references(make_tiny: MakeLLM, device: str) -> dict[int, Choice]:
+    return {n: make_tiny(device).generate(tokens(n, 1), params)[0].choices[0] for params, n in PROMPTS}
 
 
 @pytest.mark.parametrize(("params", "length"), PROMPTS, ids=NAMES)
 @pytest.mark.parametrize(("way", "settings"), WAYS, ids=IDS)
 def test_tiny_llama(
     make_tiny: MakeLLM,
+    device: str,
     references: dict[int, Choice],
     way: Way,
     settings: dict[str, int],
     params: SamplingParams,
     length: int,
 ) -> None:
-    llm = make_tiny(**settings)
+    llm = make_tiny(device, **settings)
     assert_same(references[length], way(llm, tokens(length, 1), params))
+    check_idle(llm)
+
+
+@pytest.fixture(scope="module")
+def smollm2_shape() -> Any:
+    """SmolLM2-135M's 30 layers of 9 query and 3 KV heads of 64, with random weights."""
+    return tiny_llama(
+        num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64, vocab_size=49152, weight_std=0.05
+    )
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize(("way", "settings"), WAYS_OF_THE_REAL_MODEL, ids=IDS_OF_THE_REAL_MODEL)
+def test_smollm2_shape_on_cuda(
+    smollm2_shape: Any, way: Way, settings: dict[str, int], params: SamplingParams
+) -> None:
+    prompt = tokens(33, 1, vocab_size=49152)
+    reference = LLM(smollm2_shape, device="cuda", num_blocks=64).generate(prompt, params)[0].choices[0]
+    assert len(set(reference.token_ids)) > 12, "outputs vary"
+    numbers: dict[str, Any] = {"num_blocks": 64, **settings}
+    llm = LLM(smollm2_shape, device="cuda", **numbers)
+    assert_same(reference, way(llm, prompt, params))
     check_idle(llm)
 
 

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -68,8 +69,9 @@ def test_typing_marker_and_license_are_in_the_wheel(unpacked: Path) -> None:
 
 def test_every_module_imports_from_the_wheel_alone(unpacked: Path, tmp_path: Path) -> None:
     """-P and an isolated path: neither the checkout nor its editable install can lend a missing file."""
-    paths = [path.relative_to(ROOT) for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
-    modules = ["ramet", *(".".join(("ramet", *path.with_suffix("").parts)) for path in paths)]
+    paths = [p.relative_to(ROOT).with_suffix("") for f in FOLDERS for p in sorted((ROOT / f).rglob("*.py"))]
+    paths = [path for path in paths if "cuda" not in str(path) or find_spec("triton")]
+    modules = ["ramet", *(".".join(("ramet", *path.parts)) for path in paths)]
     code = (
         "import importlib, json, sys\n"
         f"sys.meta_path = [f for f in sys.meta_path if '__editable__' not in str(f)]\n"

@@ -100,7 +100,8 @@ async def show_tree(state: State, tree: Tree, parts: set[str] | None = None) -> 
     looks = await state.engine.look([entry.branch for entry in entries])
     whole = await state.engine.look_at_tree([entry.branch for entry in entries])
     size = state.engine.block_nbytes
-    stats = await state.engine.stats()
+    hard = [look for entry, look in zip(entries, looks, strict=True) if entry.pin == "hard"]
+    pinned = {block for look in hard for block in look.table.blocks}
     shown: dict[str, Any] = {
         "id": tree.id,
         "object": "tree",
@@ -122,10 +123,8 @@ async def show_tree(state: State, tree: Tree, parts: set[str] | None = None) -> 
             "blocks": whole.blocks,
             "shared_blocks": whole.shared_blocks,
             "bytes": whole.blocks * size,
-            "pinned_bytes": size
-            * sum(len(k.table.blocks) for e, k in zip(entries, looks, strict=True) if e.pin == "hard"),
+            "pinned_bytes": size * len(pinned),
             "resident_tokens": whole.physical_tokens,
-            "cow_copies": stats.pages.num_copies,
         },
         "limits": {"max_branches": MAX_TREE_BRANCHES, "max_tokens": MAX_TREE_TOKENS},
     }

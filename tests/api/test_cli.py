@@ -97,6 +97,7 @@ def test_help_loads_nothing_heavy() -> None:
         (["bench", "speed"], 2, "speed"),
         (["bench", "radix", "--plot", "x.png"], 2, "ramet bench memory"),
         (["bench", "attention", "--device", "tpu"], 2, "cpu"),
+        (["bench", "radix", "--device", "cuda"], 2, "bench attention"),
     ],
 )
 def test_an_error_is_one_line(ramet: Run, arguments: list[str], status: int, words: str) -> None:

@@ -147,6 +147,8 @@ def test_errors_reach_their_caller_and_nobody_else() -> None:
             await engine.generate([[]])
         with pytest.raises(InvalidInput):
             await anext(engine.stream([600]))
+        with pytest.raises(InvalidInput, match="prompt"):
+            await anext(engine.stream(5))  # type: ignore[arg-type]
         with pytest.raises(InvalidInput):
             await anext(engine.stream(PROMPT, max_unread=0))
         with fail_forward(llm, 3), pytest.raises(StepFailed):

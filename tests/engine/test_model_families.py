@@ -186,7 +186,7 @@ class Engine:
             assert token_ids in [own.token_ids for own in self.expected]
         for path, logits in self.recorder.logits:
             own = next(own for own in self.expected if own.token_ids[: len(path)] == path)
-            torch.testing.assert_close(logits, own.logits[len(path) - 1], atol=1e-4, rtol=1e-5)
+            torch.testing.assert_close(logits.cpu(), own.logits[len(path) - 1], atol=1e-4, rtol=1e-5)
         self.recorder.logits.clear()
         check_invariants(self.llm)
 
@@ -227,13 +227,14 @@ WAYS: tuple[Callable[[Engine], None], ...] = (cold_and_cached, batched, forked, 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_in_every_way(family: str) -> None:
+def test_a_family_in_every_way(family: str, device: str) -> None:
     model = make_model(family)
     expected = reference(model, PROMPTS)
     assert all(len(set(own.token_ids[-STEPS:])) > 2 for own in expected), "outputs vary"
     for way in WAYS:
-        way(Engine(model, expected))
-    batched(Engine(model, expected, max_batch_tokens=7))  # prompts in chunks, beside rows that decode
+        way(Engine(model, expected, device=device))
+    # prompts in chunks, beside rows that decode
+    batched(Engine(model, expected, device=device, max_batch_tokens=7))
 
 
 @pytest.fixture
@@ -278,7 +279,7 @@ def test_an_option_that_is_ignored_would_show(
 
 
 @pytest.mark.parametrize("heads", [(9, 3, 64), (5, 1, 80), (6, 2, 96), (12, 4, 72)])
-def test_head_shapes_in_every_way(heads: tuple[int, int, int]) -> None:
+def test_head_shapes_in_every_way(heads: tuple[int, int, int], device: str) -> None:
     num_heads, num_kv_heads, head_dim = heads
     model = tiny_llama(
         num_heads=num_heads,
@@ -289,8 +290,8 @@ def test_head_shapes_in_every_way(heads: tuple[int, int, int]) -> None:
     )
     expected = reference(model, PROMPTS)
     for way in WAYS:
-        way(Engine(model, expected))
-    batched(Engine(model, expected, max_batch_tokens=7))
+        way(Engine(model, expected, device=device))
+    batched(Engine(model, expected, device=device, max_batch_tokens=7))
 
 
 def test_head_shapes_that_do_not_divide_are_refused() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ramet.kernels import cpu_native
-from ramet.kernels.kv_pool import KVPool
+from ramet.kernels.kv_pool import KVPool, Layout
 from ramet.kernels.plan import AttentionPlan, Planner, shared_with_previous
 
 
@@ -100,27 +100,30 @@ def make_case(
     seed: int = 0,
     q_scale: float = 1.0,
     num_layers: int = 1,
+    device: str = "cpu",
+    layout: Layout | None = None,
 ) -> Case:
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
+        return torch.randn(shape, generator=generator).to(device, dtype)
 
     num_tokens = sum(rows.query_lens)
-    pool = KVPool(num_layers, rows.num_blocks, num_kv_heads, head_dim, rows.block_size, dtype)
+    pool = KVPool(num_layers, rows.num_blocks, num_kv_heads, head_dim, rows.block_size, dtype, device, layout)
     pool.storage.fill_(torch.nan)
-    pool.gather_buffer.fill_(torch.nan)
-    pool.widened_buffer.fill_(torch.nan)
+    if pool.layout == "head-major":
+        pool.gather_buffer.fill_(torch.nan)
+        pool.widened_buffer.fill_(torch.nan)
     b = rows.block_size
     held = {
         table[p // b] * b + p % b
         for table, kv_len in zip(rows.block_tables, rows.kv_lens, strict=True)
         for p in range(kv_len)
     } - set(rows.slots)
-    index = torch.tensor(sorted(held), dtype=torch.int64)
+    index = torch.tensor(sorted(held), dtype=torch.int64, device=device)
     for layer in range(num_layers):
-        k, v = (normal(len(held), num_kv_heads, head_dim) for _ in range(2))
-        pool.write(layer, index, k, v)
+        for side in (pool.key(layer), pool.value(layer)):
+            side[:, index // b, index % b] = normal(len(held), num_kv_heads, head_dim).transpose(0, 1)
     q = normal(num_tokens, num_heads, head_dim) * q_scale
     return Case(rows, pool, q, *(normal(num_tokens, num_kv_heads, head_dim) for _ in range(2)))
 

@@ -99,6 +99,8 @@ def test_pins_hold_within_a_budget_and_never_block_progress(serve: Serve) -> Non
     assert api.get(other)["pin"] == "none"
     (shared,) = api.do(pinned["id"], "fork", pin="hard")["data"]  # the same blocks
     assert shared["pin"] == "hard"
+    kv = ok(api.call("GET", f"/v1/trees/{pinned['tree_id']}"))["kv"]
+    assert kv["pinned_bytes"] == kv["bytes"]  # blocks that both have count once
     flood(server)
     assert api.get(pinned["id"])["kv"]["resident_tokens"] == 80
     refused = server.post("/v1/completions", {"prompt": "z" * 300, "max_tokens": 1})

@@ -95,6 +95,7 @@ def test_garbage_and_cut_requests_leave_nothing(serve: Serve) -> None:
     server.wait_until(lambda: not server.llm.engine.sequences)
 
 
+@pytest.mark.model
 def test_the_command_serves_and_stops_on_sigterm(tmp_path: Path) -> None:
     """The whole way, with the embedded model: a line of JSON says where, and SIGTERM ends it with 0."""
     command = [sys.executable, "-c", "from ramet.api.cli import main; main()", "serve", "--port", "0"]

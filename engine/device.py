@@ -1,0 +1,74 @@
+"""Where a model runs, and in which numbers: chosen and checked before anything is loaded."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+import torch
+
+from ramet.engine.errors import InvalidInput
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_TYPES = ("cpu", "cuda")
+
+
+def pick_device(device: str | torch.device) -> torch.device:
+    """The device; "auto" is the first GPU, or else the CPU. Raises InvalidInput."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        picked = torch.device(device)
+    except RuntimeError as error:
+        raise InvalidInput("device", 'must be "auto", "cpu", or "cuda" or "cuda:0"', device) from error
+    if picked.type not in _TYPES:
+        raise InvalidInput("device", 'must be "auto", "cpu", or "cuda" or "cuda:0"', device)
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if picked.type == "cuda" and (picked.index or 0) >= num_gpus:
+        raise InvalidInput("device", f"must be one that is there: torch sees {num_gpus} GPUs", device)
+    return picked
+
+
+def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype; "auto" is bfloat16 where the device multiplies it fast, or else float32."""
+    if dtype == "auto":
+        is_fast = _gpu_has_bf16() if device.type == "cuda" else _cpu_has_bf16()
+        return torch.bfloat16 if is_fast else torch.float32
+    chosen = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if chosen not in _DTYPES.values():
+        raise InvalidInput("dtype", 'must be "auto", "float32", "bfloat16" or "float16"', dtype)
+    assert chosen is not None, "None is not among the dtypes"
+    return chosen
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """The memory that is free on the device; None where the system does not say."""
+    if device.type == "cuda":
+        gc.collect()  # an engine that was dropped may hold its pool until now
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+def use_expandable_segments() -> None:
+    """Let torch grow its memory on the GPU in place, from the next allocation on.
+
+    A pool that comes from plain segments, freed and allocated again, was read 13 to 15 % more slowly on an
+    H200; from expandable ones it never was.
+    """
+    settings = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    if settings is not None:  # its only other way in is an environment variable
+        settings("expandable_segments:True")
+
+
+def _gpu_has_bf16() -> bool:
+    return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+
+
+def _cpu_has_bf16() -> bool:
+    """Whether this CPU multiplies bfloat16 in hardware; torch's checks are private, so they may be absent."""
+    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(check() for name in names if (check := getattr(torch.cpu, name, None)) is not None)

@@ -1,0 +1,89 @@
+"""The buffers that steps share: work lists, block ids and partial results, at addresses that stay.
+
+A captured CUDA graph holds on to addresses, so a step that fits allocates nothing. A buffer that a step
+outgrows is replaced by one of at least twice the size.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy.typing as npt
+import torch
+
+from ramet.kernels.cuda.tile import Tiles
+from ramet.kernels.kv_pool import KVPool
+
+if TYPE_CHECKING:
+    from ramet.kernels.cuda.work_list import WorkList
+
+ASSUMED_SMS = 132  # where there is no card: work lists made in tests
+SLACK = 256  # block ids that a kernel may read past the end of a list, without following them
+
+
+class Upload:
+    """An int32 array that the host writes and the device reads."""
+
+    def __init__(self, device: torch.device, numel: int) -> None:
+        self._device = device
+        self._allocate(numel)
+
+    def _allocate(self, numel: int) -> None:
+        self._staging = torch.zeros(numel, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        self._host = self._staging.numpy()
+        self.tensor = torch.zeros(numel, dtype=torch.int32, device=self._device)
+
+    def send(self, values: npt.NDArray[Any]) -> int:
+        """Copy `values` to the front, ordered before the launches that follow; returns their length."""
+        if values.size + SLACK > len(self._host):
+            self._allocate(2 * values.size + SLACK)
+        self._host[: values.size] = values.reshape(-1)
+        self.tensor[: values.size].copy_(self._staging[: values.size], non_blocking=True)
+        return len(values)
+
+
+class Workspace:
+    """What the steps over one pool need with `num_heads` query heads."""
+
+    def __init__(self, pool: KVPool, num_heads: int) -> None:
+        assert num_heads % pool.num_kv_heads == 0, "the query heads do not divide among the KV heads"
+        assert pool.block_size & (pool.block_size - 1) == 0, "on a GPU a block holds a power of two of slots"
+        self.pool = pool
+        self.num_heads = num_heads
+        self.group = num_heads // pool.num_kv_heads
+        device = pool.device
+        self.num_sms, capability = ASSUMED_SMS, (9, 0)
+        self._sent: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            properties = torch.cuda.get_device_properties(device)
+            self.num_sms = properties.multi_processor_count
+            capability = properties.major, properties.minor
+            self._sent = torch.cuda.Event()
+        self.tiles = Tiles(self.group, pool.head_dim, pool.dtype, capability)
+        # Programmatic dependent launch came with Hopper.
+        self.can_overlap = device.type == "cuda" and capability >= (9, 0)
+        self.tokens, self.kv_lens, self.part_starts = (Upload(device, 1024) for _ in range(3))
+        self.narrow_items, self.wide_items = Upload(device, 1 << 14), Upload(device, 1 << 14)
+        self.merges = Upload(device, 1 << 12)
+        self.block_ids = Upload(device, 1 << 16)
+        self.work_list: WorkList | None = None  # of the last step
+        self.part_out = torch.empty((1, pool.head_dim), dtype=torch.float32, device=device)  # [P*H, D]
+        self.part_lse = torch.empty(1, dtype=torch.float32, device=device)  # [P*H]
+
+    def reserve_parts(self, num_parts: int) -> None:
+        """Make room for `num_parts` partial results of all query heads."""
+        numel = num_parts * self.num_heads
+        if numel > len(self.part_lse):
+            numel = max(numel, 2 * len(self.part_lse))
+            self.part_out = self.part_out.new_empty((numel, self.pool.head_dim))
+            self.part_lse = self.part_lse.new_empty(numel)
+
+    def begin(self) -> None:
+        """Wait until the last step's lists have left the host's buffers."""
+        if self._sent is not None:
+            self._sent.synchronize()
+
+    def end(self) -> None:
+        """The lists of a step are on their way."""
+        if self._sent is not None:
+            self._sent.record()

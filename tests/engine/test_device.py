@@ -1,0 +1,87 @@
+"""The device and the dtype are picked and checked before anything is loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ramet import LLM
+from ramet.engine import build, device
+from ramet.engine.errors import InvalidInput, UnsupportedModel
+from ramet.engine.models import load_model
+from ramet.testing import tiny_llama
+
+
+@pytest.mark.parametrize("bad", ["toaster", "mps", "meta", "cuda:99"])
+def test_a_device_without_a_path_is_refused(bad: str) -> None:
+    with pytest.raises(InvalidInput, match="device must be"):
+        device.pick_device(bad)
+
+
+def test_auto_is_the_gpu_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert device.pick_device("auto") == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert device.pick_device("auto") == torch.device("cuda")
+    assert device.pick_device("cuda:1") == torch.device("cuda:1")
+    with pytest.raises(InvalidInput, match="torch sees 2 GPUs"):
+        device.pick_device("cuda:2")
+
+
+@pytest.mark.parametrize("has_bf16", [True, False])
+def test_auto_is_bfloat16_where_it_is_fast(monkeypatch: pytest.MonkeyPatch, has_bf16: bool) -> None:
+    monkeypatch.setattr(device, "_gpu_has_bf16", lambda: has_bf16)
+    monkeypatch.setattr(device, "_cpu_has_bf16", lambda: not has_bf16)
+    on_gpu, on_cpu = (torch.bfloat16, torch.float32) if has_bf16 else (torch.float32, torch.bfloat16)
+    assert device.pick_dtype("auto", torch.device("cuda")) == on_gpu
+    assert device.pick_dtype("auto", torch.device("cpu")) == on_cpu
+    assert device.pick_dtype("float16", torch.device("cuda")) == torch.float16
+
+
+@pytest.fixture
+def loads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with a GPU, on which loading a model fails the test."""
+
+    def load(*arguments: Any, **settings: Any) -> None:
+        raise AssertionError("it was loaded before it was checked")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(build, "load_model", load)
+
+
+@pytest.mark.usefixtures("loads_nothing")
+@pytest.mark.parametrize("block_size", [3, 24, 100])
+def test_a_gpu_takes_blocks_of_a_power_of_two(block_size: int) -> None:
+    with pytest.raises(InvalidInput, match="block_size must be a power of two on a GPU"):
+        LLM("any", device="cuda", block_size=block_size)
+    with pytest.raises(InvalidInput, match="block_size must be between 1 and 256"):
+        LLM("any", device="cuda", block_size=512)
+
+
+def test_heads_that_the_gpu_has_no_tile_for() -> None:
+    build._check_heads(load_model(tiny_llama(num_heads=128, num_kv_heads=1, head_dim=4)))
+    for sizes in ({"num_heads": 129, "num_kv_heads": 1, "head_dim": 2}, {"head_dim": 258}):
+        with pytest.raises(UnsupportedModel, match="on a GPU a head has up to 256 numbers"):
+            build._check_heads(load_model(tiny_llama(**sizes)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "free", "share"),
+    [
+        ("cpu", 8 << 30, 2 << 30),
+        ("cpu", 64 << 30, 4 << 30),
+        ("cpu", None, 4 << 30),
+        ("cuda", 100 << 30, 90 << 30),
+    ],
+)
+def test_a_pool_takes_its_share_of_the_memory(
+    monkeypatch: pytest.MonkeyPatch, kind: str, free: int | None, share: int
+) -> None:
+    monkeypatch.setattr(build, "free_bytes", lambda asked: free)
+    assert build._fitting_blocks(1 << 20, torch.device(kind)) == share >> 20
+    with pytest.raises(InvalidInput, match="num_blocks must be given"):
+        build._fitting_blocks(1 << 40, torch.device(kind))
