@@ -115,8 +115,6 @@ class AsyncLLM:
         """Begin to generate. With `max_unread` the tokens are read while they come, and while so many of a
         choice were not read yet it rests; what came since the last read is one Delta a choice, so a slow
         reader costs no memory. Prompts of another `namespace` share nothing."""
-        if max_unread is not None:
-            check_int("max_unread", max_unread, 1, None)
         return self._start(
             lambda: self._llm._generating(prompts, params, priority, cache, settings, namespace), max_unread
         )
@@ -178,11 +176,13 @@ class AsyncLLM:
 
     async def look(self, branches: Seq[AsyncBranch]) -> list[BranchLook]:
         """What each of these branches holds now, all at one moment."""
-        return await self._call(lambda: [look_at(branch._branch) for branch in branches])
+        inner = self._llm._checked(_inner(branches))
+        return await self._call(lambda: [look_at(branch) for branch in inner])
 
     async def look_at_tree(self, branches: Seq[AsyncBranch]) -> TreeLook:
         """What these branches hold together, and how they share it."""
-        return await self._call(lambda: look_at_all([branch._branch for branch in branches]))
+        inner = self._llm._checked(_inner(branches))
+        return await self._call(lambda: look_at_all(inner))
 
     # -- messages to the thread ------------------------------------------------------------------------
 
@@ -213,6 +213,8 @@ class AsyncLLM:
         then: Callable[[Any], T] = lambda result: result,
     ) -> Work[T]:
         """Have the thread drive an operation beside all others."""
+        if max_unread is not None:
+            check_int("max_unread", max_unread, 1, None)
         future: Future[Any] = Future()
         started: Future[Task] = Future()
 

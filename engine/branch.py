@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
 from ramet.engine.arguments import Prompt, check_count, checked_params, fields_of, params_of
-from ramet.engine.checks import checked_list
+from ramet.engine.checks import check_bool, checked_list
 from ramet.engine.errors import BranchReleased, InvalidInput
 from ramet.engine.operation import Operation
 from ramet.engine.outputs import Choice, Score
@@ -121,6 +121,7 @@ class Branch:
 
     def _extending(self, text: Prompt, logprobs: bool) -> Operation[list[float]]:
         """Append, and compute it now; with `logprobs`, give those of the new tokens. All or nothing."""
+        check_bool("logprobs", logprobs)
         new = self._new_tokens(text)
         start, sequence = len(self), self._sequence
         scoring = Scoring(start - 1, new)
@@ -287,6 +288,8 @@ class Branch:
     def hold(self, hold: Hold) -> None:
         """Say how fast the branch keeps its blocks while it is idle and others lack some."""
         self._check_live()
+        if not isinstance(hold, Hold):
+            raise InvalidInput("hold", "must be a Hold", hold)
         self.llm.engine.scheduler.hold(self._sequence, hold)
 
     def park(self) -> None:

@@ -42,6 +42,14 @@ def check_bool(field: str, value: object) -> None:
         raise InvalidInput(field, "must be true or false", value)
 
 
+def check_hashable(field: str, value: object) -> None:
+    """Something that can be a key; a tuple that holds a list cannot."""
+    try:
+        hash(value)
+    except TypeError:
+        raise InvalidInput(field, "must be hashable", value) from None
+
+
 def checked_list(field: str, value: object, what: str) -> list[Any]:
     """Any iterable as a list, but a text, bytes or a mapping: their items are not what a caller means."""
     if isinstance(value, (str, bytes, bytearray, Mapping)) or not isinstance(value, Iterable):

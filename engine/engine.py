@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ramet.engine.checks import check_hashable
 from ramet.engine.config import EngineConfig
 from ramet.engine.errors import BadLogits, OutOfCapacity, StepFailed
 from ramet.engine.model_runner import Runner
@@ -78,11 +79,12 @@ class Engine:
     def new_sequence(
         self, token_ids: list[int], *, keep: bool, namespace: Hashable = LOCAL, cache: bool = True
     ) -> Sequence:
-        """A sequence without pages. Raises OutOfCapacity if it could never be held.
+        """A sequence without pages. Raises InvalidInput, or OutOfCapacity if it could never be held.
 
         Without `cache` it finds nothing that others computed, its pages serve nobody but its own forks, and
         they are freed when it goes.
         """
+        check_hashable("namespace", namespace)
         self.check_length(len(token_ids))
         sequence = Sequence(token_ids, namespace if cache else object(), keep=keep)
         sequence.cacheable = cache

@@ -232,6 +232,7 @@ class LLM:
     ) -> Operation[Branch]:
         if (prompt is None) == (messages is None):
             raise InvalidInput("prompt", "or messages must be given, and not both")
+        check_bool("compute", compute)
         if messages is not None:
             token_ids = self._tokenizer("messages").apply_chat_template(messages, tools=tools)
         else:

@@ -69,6 +69,7 @@ class Generating:
         entry.tree.check_tokens(sum(min(one.max_tokens or 0, most) * one.n for one in self.params))
         max_unread = _MAX_UNREAD if read else None
         looking = asyncio.ensure_future(self.context.state.engine.look([entry.branch]))
+        await asyncio.sleep(0)  # the look is sent before the start, and so sees what was there
         if self.into_children:
             params = self.params if self.body.params is not None else self.params[0]
             work: Work[Any] = entry.branch.start_expand(params=params, max_unread=max_unread, born=self._born)

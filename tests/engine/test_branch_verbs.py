@@ -205,3 +205,41 @@ def test_a_tree_is_looked_at_as_one() -> None:
             assert look.released and look.resident_tokens == 0
 
     run(work, llm)
+
+
+def test_what_is_of_the_wrong_type_is_refused_and_changes_nothing() -> None:
+    llm = scripted()
+
+    async def work(engine: AsyncLLM) -> None:
+        async with await engine.branch(PROMPT) as branch:
+            starts: list[Callable[[Any], object]] = [
+                lambda most: engine.start(PROMPT, max_unread=most),
+                lambda most: branch.start_generate(max_unread=most),
+                lambda most: branch.start_expand(max_unread=most),
+            ]
+            wrong: Any
+            for wrong in (0, True, "4", 1.5):
+                for start in starts:
+                    with pytest.raises(InvalidInput, match="max_unread"):
+                        start(wrong)
+            for wrong in (2, "PIN", None):
+                with pytest.raises(InvalidInput, match="hold"):
+                    await branch.hold(wrong)
+            for wrong in (5, [5], "branch", [branch, branch]):
+                with pytest.raises(InvalidInput, match="branches"):
+                    await engine.look(wrong)
+                with pytest.raises(InvalidInput, match="branches"):
+                    await engine.look_at_tree(wrong)
+            wrong = 1
+            with pytest.raises(InvalidInput, match="logprobs"):
+                await branch.compute([5], logprobs=wrong)
+            with pytest.raises(InvalidInput, match="compute"):
+                await engine.branch(PROMPT, compute=wrong)
+            with pytest.raises(InvalidInput, match="namespace"):
+                await engine.branch(PROMPT, namespace=[])  # type: ignore[arg-type]
+            with pytest.raises(InvalidInput, match="namespace"):
+                await engine.start(PROMPT, namespace=[]).result()  # type: ignore[arg-type]
+            await branch.hold(Hold.PIN)
+            assert len((await branch.generate(max_tokens=2)).token_ids) == 2
+
+    run(work, llm)
