@@ -41,6 +41,7 @@ class Answer(ABC):
         self.prompts = prompts
         self.n = n
         self.num_generated = 0
+        self.timer = state.metrics.timer(self.endpoint)  # runs before the engine is asked
         logprobs = getattr(body, "logprobs", None)  # a number or a flag: 0 asks for something
         # Whether there is something to tell of a token that adds no text yet.
         self.tells_tokens = bool(
@@ -175,13 +176,12 @@ async def respond(request: Request, answer: Answer, work: Work[list[Output]], he
 async def _events(answer: Answer, work: Work[list[Output]], request_id: str) -> AsyncGenerator[bytes]:
     options = answer.body.stream_options
     continuous = options is not None and bool(options.continuous_usage_stats)
-    timer = answer.state.metrics.timer(answer.endpoint)
     try:
         for choice in answer.opening():
             yield event(answer.envelope([choice], answer.usage() if continuous else None))
         while deltas := await work.read():
             parts = []
-            timer.tokens(max(len(delta.token_ids) for delta in deltas))
+            answer.timer.tokens(max(len(delta.token_ids) for delta in deltas))
             for delta in deltas:
                 if (choice_part := answer.part(delta)) is not None:
                     usage = answer.usage() if continuous else None

@@ -39,6 +39,7 @@ class Generating:
         self.entry = entry
         self.body = body
         self.id = new_id("gen_")
+        self.timer = context.state.metrics.timer(_ENDPOINT)  # runs while it waits for its turn, too
         self.params = _params_of(body)
         self.into_children = body.into == "children" or body.params is not None
         if not self.into_children and self.params[0].n != 1:
@@ -274,9 +275,8 @@ class _Told:
         yield DONE
 
     async def _parts(self) -> AsyncGenerator[bytes]:
-        timer = self._generating.context.state.metrics.timer(_ENDPOINT)
         while deltas := await self._work.read():
-            timer.tokens(max(len(delta.token_ids) for delta in deltas))
+            self._generating.timer.tokens(max(len(delta.token_ids) for delta in deltas))
             for delta in deltas:
                 choice = self._choices[delta.index]
                 _grow(choice, delta)
