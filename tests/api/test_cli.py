@@ -137,7 +137,7 @@ def test_a_bug_keeps_its_trace(ramet: Run, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_bench_exits_with_0_and_its_json_is_last(ramet: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(device: str) -> Report:
+    def run(device: str, plot: object) -> Report:
         report = Report("attention", metrics={"speed": 1.0})
         report.target("speed", ">=", 3.0)
         return report
