@@ -274,6 +274,8 @@ def bench(
     """
     if plot is not None and name is not Bench.memory:
         raise typer.BadParameter("is for `ramet bench memory`", param_hint="--plot")
+    if plot is not None and not plot.absolute().parent.is_dir():
+        raise typer.BadParameter(f"the folder of {plot} does not exist", param_hint="--plot")
     if device not in ("cpu", "cuda"):
         raise typer.BadParameter("is cpu or cuda", param_hint="--device")
     if device == "cuda" and name is not Bench.attention:

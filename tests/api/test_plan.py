@@ -95,6 +95,10 @@ def test_sizes_as_people_write_them(text: str, size: int) -> None:
     assert parse_memory(text) == size
 
 
+def test_a_size_beyond_any_float_is_a_size() -> None:
+    assert parse_memory("9" * 400) == int("9" * 400)
+
+
 @pytest.mark.parametrize("text", ["", "GB", "-1GB", "80 apples", "5ib"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(typer.BadParameter, match="no size"):
