@@ -211,7 +211,7 @@ def test_what_comes_too_late_for_a_cancelled_caller_is_let_go(verb: str) -> None
     async def work(engine: AsyncLLM) -> None:
         root = await engine.branch(PROMPT)
         verbs: dict[str, Callable[[], Coroutine[Any, Any, Any]]] = {
-            "stream": lambda: anext(engine.stream(PROMPT, max_tokens=1000, max_unread=4)),  # type: ignore[dict-item]
+            "stream": lambda: anext(engine.stream(PROMPT, max_tokens=1000, max_unread=4)),
             "fork": lambda: root.fork(3),
             "expand": lambda: root.expand(3, max_tokens=1),
             "branch": lambda: engine.branch([*PROMPT, 1]),

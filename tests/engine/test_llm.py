@@ -284,7 +284,7 @@ def test_bad_input_names_its_field_and_changes_nothing(make_tiny: MakeLLM, index
 
 def test_arrays_are_lists(make_tiny: MakeLLM) -> None:
     """Of one dimension a prompt, of two several; also where each row holds one token."""
-    llm = make_tiny()
+    llm: Any = make_tiny()
 
     def prompts(given: Any) -> list[list[int]]:
         return [output.prompt_token_ids for output in llm.generate(given, max_tokens=1)]
@@ -363,7 +363,7 @@ def test_bad_logits_end_only_their_own_request() -> None:
 
 def test_numbers_that_went_bad_are_found_by_nobody() -> None:
     """They reach the keys and values of the tokens before them, which others share."""
-    module = tiny_llama()
+    module: Any = tiny_llama()
     bad = next(token for token in range(512) if token not in PROMPT)
     with torch.no_grad():
         module.get_input_embeddings().weight[bad] = torch.nan
