@@ -13,7 +13,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -173,8 +173,9 @@ def _keep_copy(files: LoadedFiles, folder: Path) -> None:
 def _remove_old_temps(cache_dir: Path) -> None:
     """Remove what a process that was killed while it converted has left; a young one may still be at work."""
     for path in cache_dir.glob(".tmp-*"):
-        if time.time() - path.stat().st_mtime > _MAX_TEMP_AGE_S:
-            shutil.rmtree(path, ignore_errors=True)
+        with suppress(FileNotFoundError):  # its owner was faster
+            if time.time() - path.stat().st_mtime > _MAX_TEMP_AGE_S:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager

@@ -91,6 +91,8 @@ void ramet_multiply(const uint16_t *x, int source, const float *norm, float eps,
                     const float *bias, const uint16_t *residual, uint16_t *out, float *scratch, long M, long K,
                     long N)
 {
+    if (!M)
+        return;
     long num_tiles = (M + MAX_TILE - 1) / MAX_TILE;
     long height = (M + num_tiles - 1) / num_tiles;
 #pragma omp parallel
