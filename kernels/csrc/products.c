@@ -24,8 +24,8 @@ typedef bits panel_row;
             __builtin_prefetch((const char *)(w + k) + AHEAD);                                            \
             floats low = (floats)(w[k] << 16), high = (floats)(w[k] & 0xffff0000u);                       \
             for (int r = 0; r < R; r++) {                                                                 \
-                s[r][0] += x[r * stride + k] * low;                                                                \
-                s[r][1] += x[r * stride + k] * high;                                                               \
+                s[r][0] += x[r * stride + k] * low;                                                       \
+                s[r][1] += x[r * stride + k] * high;                                                      \
             }                                                                                             \
         }                                                                                                 \
         memcpy(sums, s, sizeof s);                                                                        \
