@@ -18,6 +18,8 @@ from pathlib import Path
 
 import torch
 
+from ramet.kernels.user_cache import user_cache_dir
+
 log = logging.getLogger("ramet")
 
 SWITCH = "RAMET_NATIVE"  # 0 turns the C kernels off
@@ -36,22 +38,14 @@ class Unavailable(Exception):
 def library() -> ctypes.CDLL | None:
     """The compiled kernels, or None where they cannot be had; the log says why.
 
-    The first call compiles for a second or two, unless an earlier process did; the result lies in the user's
+    The first call compiles for some seconds, unless an earlier process did; the result lies in the user's
     cache directory under a name that the sources, the compiler, the processor and its own bytes determine.
     """
     try:
-        return ctypes.CDLL(str(_built(_cache_dir())))
-    except (Unavailable, OSError) as error:
+        return ctypes.CDLL(str(_built(user_cache_dir())))
+    except (Unavailable, OSError, RuntimeError) as error:  # the last one: a user without a home
         log.info("C kernels are not used: %s; torch's operators take their place, more slowly", error)
         return None
-
-
-def _cache_dir() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    try:
-        return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "ramet"
-    except RuntimeError as error:  # a user without a home
-        raise Unavailable(str(error)) from error
 
 
 def _built(folder: Path) -> Path:
