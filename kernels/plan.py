@@ -42,7 +42,7 @@ class AttentionPlan:
     """
 
     block_size: int
-    # S rows of block ids, kept as they came. An object may serve many steps and grow. From one step with it to
+    # S rows of block ids, kept as they came. An object may serve many steps and grow: from a step with it to
     # the next it changes from the last block of the first on only: copied, joined by others, or gone.
     block_tables: Sequence[Sequence[int]]
     query_lens: IntArray  # [S]
