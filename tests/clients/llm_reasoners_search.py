@@ -7,6 +7,7 @@ import random
 import sys
 import tempfile
 import types
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ import reasoners
 import torch
 from reasoners.algorithm import MCTS
 
-from ramet import LLM
+from ramet import LLM, InvalidInput
 from ramet.api.adapters.llm_reasoners import RametModel
 from ramet.engine.model_files import load_default
 
@@ -134,6 +135,17 @@ def problems(count: int) -> list[Problem]:
     return made
 
 
+def refused(field: str, call: Callable[[], object]) -> None:
+    before = llm.stats().num_steps
+    try:
+        call()
+    except InvalidInput as error:
+        said = error.field
+    else:
+        said = "nothing"
+    assert said == field and llm.stats().num_steps == before, (said, field)
+
+
 def load_peer(folder: str) -> Any:
     """Its HFModel over the embedded model in float32."""
     files = load_default(torch.float32, None)
@@ -179,8 +191,19 @@ greedy: dict[str, Any] = {"max_new_tokens": 12, "eos_token_id": "\n"}
 for prompt in prompts:
     texts, known = model.generate([prompt], **greedy).text, peer.generate([prompt], **greedy).text
     assert texts == known, (texts, known)
+assert model.generate([prompts[1]], hide_input=False, **greedy).text == [prompts[1] + texts[0]]
 drawn = model.generate([prefix] * 4, do_sample=True, max_new_tokens=8, output_log_probs=True)
 assert len(drawn.text) == len(drawn.log_prob) == 4 and len(set(drawn.text)) > 1, drawn
+
+refused("inputs", lambda: model.generate(prefix))
+refused("max_length", lambda: model.generate([prefix], max_length=10))
+refused("n", lambda: model.generate([prefix], num_return_sequences=129))
+refused("stopping_criteria", lambda: model.generate([prefix], stopping_criteria=[]))
+refused("candidates", lambda: model.get_next_token_logits(prefix, ["two words"]))
+refused("candidates", lambda: model.get_next_token_logits([prefix, prefix], [["Yes"]]))
+refused("postprocess", lambda: model.get_next_token_logits(prefix, ["Yes"], postprocess="log"))
+refused("contents", lambda: model.get_loglikelihood(prefix, ["something else"]))
+refused("contents", lambda: model.get_loglikelihood(prefix, [prefix]))
 
 then = llm.stats()
 results = [search(model, case) for case in cases]

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable
 
+import pytest
 import torch
 
 from examples.arpo_split import Rollout, roll_out
@@ -57,6 +58,7 @@ def test_splits_are_those_of_recorded_logprobs(make_tiny: MakeLLM) -> None:
         decisions = []
         for rollout in rollouts:
             first = turn_entropy(rollout, rollout.turns[0]) if rollout.tries else 0.0
+            assert not rollout.tries or rollout.first_entropy == pytest.approx(first, abs=1e-4)
             answers = [begin for begin in rollout.turns if rollout.branch.token_ids[begin - 1] == 201]
             for position, draw, split in rollout.tries:
                 begin = max(turn for turn in rollout.turns if turn < position)
