@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
-from ramet.engine.arguments import Prompt, check_count, checked_params, fields_of, params_of
+from ramet.engine.arguments import Prompt, beam_params_of, check_count, checked_params, fields_of, params_of
+from ramet.engine.beam_params import BeamSearchParams
+from ramet.engine.beam_search import BeamSearch
 from ramet.engine.checks import checked_list
 from ramet.engine.errors import BranchReleased, InvalidInput
 from ramet.engine.operation import Operation
-from ramet.engine.outputs import Choice, Score
+from ramet.engine.outputs import BeamProgress, Choice, Score
 from ramet.engine.runs import FanOut, Generation, HeadScoring
 from ramet.engine.sampling_params import SamplingParams
 from ramet.engine.sequence import Sequence
@@ -191,6 +193,52 @@ class Branch:
         if not generations:
             raise InvalidInput("params", "must name at least one child")
         return generations
+
+    def beam_search(
+        self,
+        params: BeamSearchParams | None = None,
+        *,
+        on_progress: Callable[[BeamProgress], object] | None = None,
+        **settings: Any,
+    ) -> list[Branch]:
+        """The best continuations of this branch as new children, best first; `output` says what each is.
+
+        `settings` are fields of BeamSearchParams. `on_progress` is called after each token. There are fewer
+        children than asked for only where no more continuations are possible at all.
+        Raises as `LLM.step` does, and then leaves no child.
+        """
+        return self.llm._drive(self._beam_searching(params, settings, on_progress))
+
+    def _beam_searching(
+        self,
+        params: BeamSearchParams | None,
+        settings: dict[str, Any],
+        on_progress: Callable[[BeamProgress], object] | None = None,
+    ) -> Operation[list[Branch]]:
+        self._check_unused()
+        params = beam_params_of(params, settings)
+        self.llm._check_params(params.tokens, of_branch=True)
+        engine = self.llm.engine
+        search = BeamSearch(
+            self._sequence,
+            params,
+            max_tokens=engine.allowance(self._sequence, params.max_tokens),
+            eos_token_ids=engine.eos_token_ids,
+            tokenizer=engine.tokenizer,
+            on_progress=on_progress,
+        )
+        try:
+            engine.submit(self._sequence, search.first)
+            yield [search]
+        except BaseException:
+            search.close(engine)
+            raise
+        children = []
+        for sequence, choice in search.results:
+            child = Branch(self.llm, sequence, self)
+            child.output = choice
+            children.append(child)
+        return children
 
     def score(self, candidates: Seq[Prompt]) -> list[Score]:
         """The log-probabilities of candidate continuations, in one batch; the branch does not change.

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ramet.engine.arguments import Prompt, check_either, check_int32, params_of, params_of_each, prompts_of
+from ramet.engine.beam_params import BeamSearchParams
 from ramet.engine.branch import Branch
 from ramet.engine.checks import check_bool, checked_list
 from ramet.engine.config import EngineConfig
 from ramet.engine.engine import Engine, Stats
 from ramet.engine.errors import InvalidInput
 from ramet.engine.operation import Operation, T, together
-from ramet.engine.outputs import Choice, Delta, Output
+from ramet.engine.outputs import BeamProgress, Choice, Delta, Output
 from ramet.engine.prompt_scores import PromptScores
 from ramet.engine.runs import FanOut, Generation, Run
 from ramet.engine.sampling_params import SamplingParams
@@ -224,14 +225,7 @@ class LLM:
         messages: Seq[Mapping[str, Any]] | None,
         tools: Seq[Mapping[str, Any]] | None,
     ) -> Operation[Branch]:
-        if (prompt is None) == (messages is None):
-            raise InvalidInput("prompt", "or messages must be given, and not both")
-        if messages is not None:
-            token_ids = self._tokenizer("messages").apply_chat_template(messages, tools=tools)
-        else:
-            assert prompt is not None, "one of the two is given"
-            token_ids = self.encode(prompt)
-        sequence = self.engine.new_sequence(token_ids, keep=True)
+        sequence = self.engine.new_sequence(self._prompt_ids(prompt, messages, tools), keep=True)
         branch = Branch(self, sequence, None)
         run = Run()
         self.engine.submit(sequence, run)
@@ -241,6 +235,36 @@ class LLM:
             branch.release()
             raise
         return branch
+
+    def beam_search(
+        self,
+        prompt: Prompt | None = None,
+        params: BeamSearchParams | None = None,
+        *,
+        messages: Seq[Mapping[str, Any]] | None = None,
+        tools: Seq[Mapping[str, Any]] | None = None,
+        on_progress: Callable[[BeamProgress], object] | None = None,
+        **settings: Any,
+    ) -> list[Branch]:
+        """The best continuations of a prompt, or of `messages`, best first. See Branch.beam_search."""
+        return self._drive(self._beam_searching(prompt, messages, tools, params, settings, on_progress))
+
+    def _beam_searching(
+        self,
+        prompt: Prompt | None,
+        messages: Seq[Mapping[str, Any]] | None,
+        tools: Seq[Mapping[str, Any]] | None,
+        params: BeamSearchParams | None,
+        settings: dict[str, Any],
+        on_progress: Callable[[BeamProgress], object] | None = None,
+    ) -> Operation[list[Branch]]:
+        token_ids = self._prompt_ids(prompt, messages, tools)
+        # Nobody goes on from the prompt itself: it gives up its blocks to the first beams.
+        root = Branch(self, self.engine.new_sequence(token_ids, keep=False), None)
+        try:
+            return (yield from root._beam_searching(params, settings, on_progress))
+        finally:
+            root.release()
 
     def step(
         self,
@@ -341,6 +365,19 @@ class LLM:
         if len(set(many)) < len(many):
             raise InvalidInput("branches", "must not name a branch twice")
         return many
+
+    def _prompt_ids(
+        self,
+        prompt: Prompt | None,
+        messages: Seq[Mapping[str, Any]] | None,
+        tools: Seq[Mapping[str, Any]] | None,
+    ) -> list[int]:
+        if (prompt is None) == (messages is None):
+            raise InvalidInput("prompt", "or messages must be given, and not both")
+        if messages is not None:
+            return self._tokenizer("messages").apply_chat_template(messages, tools=tools)
+        assert prompt is not None, "one of the two is given"
+        return self.encode(prompt)
 
     def encode(self, prompt: Prompt, field: str = "prompt", *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a prompt, checked. Raises InvalidInput, which names `field`."""

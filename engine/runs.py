@@ -21,6 +21,8 @@ from ramet.engine.tokenizer import IncrementalDetokenizer, StopChecker, Tokenize
 class Run:
     """Compute what the sequence has to do; nothing is sampled."""
 
+    leaves_nothing = False  # whether what its sequence computed is of no use to others, so that it is pruned
+
     def __init__(self) -> None:
         self.logits_from: int | None = None  # the first position whose logits are still needed
         self.prompt_scores: PromptScores | None = None  # what is wanted of the prompt's own tokens
@@ -223,6 +225,8 @@ class FanOut(Run):
 
 class Scoring(Run):
     """Collect the log-probability of each of `targets`, the tokens that follow position `first`."""
+
+    leaves_nothing = True
 
     def __init__(self, first: int, targets: list[int]) -> None:
         super().__init__()

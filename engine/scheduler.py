@@ -81,6 +81,7 @@ class Scheduler:
 
     def start_now(self, sequence: Sequence) -> None:
         """Let a live fork of a running sequence run without waiting: it needs no block yet."""
+        self.idle.pop(sequence, None)
         sequence.live_cursor.keep_row()
         self.running[sequence] = None
 
@@ -99,6 +100,11 @@ class Scheduler:
         if sequence.is_live:
             sequence.live_cursor.row = None
             self.idle[sequence] = None
+
+    def park(self, sequence: Sequence) -> None:
+        """Let an idle branch give up its blocks now."""
+        if sequence in self.idle:
+            self._park(sequence)
 
     @property
     def has_work(self) -> bool:

@@ -1,0 +1,180 @@
+"""Beam search equals that of transformers: the same model, the same beams, the same scores."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from ramet import LLM
+from ramet.testing import check_idle, tiny_llama
+
+MakeLLM = Callable[..., LLM]
+PROMPT = random.Random("beams").choices(range(512), k=21)
+WIDTHS = (1, 2, 4, 8)
+LENGTH_PENALTIES = (0.0, 0.6, 1.0, 2.0, -1.0)
+EARLY_STOPPING = (False, True, "never")
+
+
+class Theirs(NamedTuple):
+    """What transformers returns, best first: generated tokens up to the end token, scores, beam indices."""
+
+    token_ids: list[list[int]]
+    scores: list[float]
+    beam_indices: list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def plain() -> Any:
+    """The weights of `make_tiny`, with the attention that transformers gives them."""
+    return tiny_llama()
+
+
+def generate(
+    model: Any, prompt: list[int], *, num_beams: int, max_new_tokens: int, **settings: Any
+) -> Theirs:
+    """`model.generate` with `num_beams` beams, all of them returned."""
+    pad = -1  # no token, so that the ends of shorter beams show
+    output = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        num_beams=num_beams,
+        num_return_sequences=num_beams,
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        pad_token_id=pad,
+        return_dict_in_generate=True,
+        output_scores=True,
+        **settings,
+    )
+    rows = output.sequences[:, len(prompt) :].tolist()
+    if num_beams == 1:  # a greedy search, which reports no such scores
+        return Theirs(rows, [], [])
+    indices = [[i for i in row if i >= 0] for row in output.beam_indices.tolist()]
+    lengths = map(len, indices)
+    return Theirs(
+        [row[:n] for row, n in zip(rows, lengths, strict=True)], output.sequences_scores.tolist(), indices
+    )
+
+
+def compare(llm: LLM, theirs: Theirs, prompt: list[int], **settings: Any) -> None:
+    branches = llm.beam_search(prompt, **settings)
+    choices = [branch.output for branch in branches]
+    for branch, choice in zip(branches, choices, strict=True):
+        assert choice is not None
+        assert branch.token_ids == prompt + choice.token_ids
+    assert [c.token_ids for c in choices if c] == theirs.token_ids
+    if theirs.scores:
+        assert [c.score for c in choices if c] == pytest.approx(theirs.scores, abs=1e-4, rel=1e-6)
+        assert [c.beam_indices for c in choices if c] == theirs.beam_indices
+    for branch in branches:
+        branch.release()
+    check_idle(llm)
+
+
+@pytest.fixture(scope="module")
+def ends(plain: Any) -> list[int]:
+    """Tokens that beams of the tiny model run into: those most common among its best beams."""
+    found = generate(plain, PROMPT, num_beams=8, max_new_tokens=12, eos_token_id=-1).token_ids
+    tokens = list(itertools.chain.from_iterable(found))
+    return sorted(set(tokens), key=lambda token: (-tokens.count(token), token))
+
+
+@pytest.mark.parametrize("early_stopping", EARLY_STOPPING)
+@pytest.mark.parametrize("num_beams", WIDTHS)
+def test_beams_equal_those_of_transformers(
+    make_tiny: MakeLLM, plain: Any, ends: list[int], num_beams: int, early_stopping: Any
+) -> None:
+    """Every width and rule of stopping, with every length penalty and one or two end tokens."""
+    llm = make_tiny(num_blocks=128)
+    for length_penalty, num_ends in itertools.product(LENGTH_PENALTIES, (1, 2)):
+        shared = {"num_beams": num_beams, "length_penalty": length_penalty, "early_stopping": early_stopping}
+        theirs = generate(plain, PROMPT, max_new_tokens=10, eos_token_id=ends[1 : 1 + num_ends], **shared)
+        compare(llm, theirs, PROMPT, max_tokens=10, stop_token_ids=ends[1 : 1 + num_ends], **shared)
+
+
+def test_the_end_tokens_of_these_tests_end_beams(make_tiny: MakeLLM, ends: list[int]) -> None:
+    """Or else the comparisons above would say nothing about them."""
+    for num_ends in (1, 2):
+        beams = make_tiny().beam_search(
+            PROMPT, num_beams=8, max_tokens=10, stop_token_ids=ends[1 : 1 + num_ends]
+        )
+        reasons = [beam.output.finish_reason for beam in beams if beam.output]
+        assert {"stop", "length"} == set(reasons)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ({"min_new_tokens": 7}, {"min_tokens": 7}),
+        ({"repetition_penalty": 1.7}, {"repetition_penalty": 1.7}),
+        ({"repetition_penalty": 0.6, "min_new_tokens": 3}, {"repetition_penalty": 0.6, "min_tokens": 3}),
+        ({"sequence_bias": [[[5], 4.0], [[9], -3.0]]}, {"logit_bias": {5: 4.0, 9: -3.0}}),
+    ],
+)
+def test_what_is_done_to_log_probabilities_equals_the_processors_of_transformers(
+    make_tiny: MakeLLM, plain: Any, ends: list[int], theirs: dict[str, Any], ours: dict[str, Any]
+) -> None:
+    llm = make_tiny(num_blocks=128)
+    unchanged = generate(plain, PROMPT, num_beams=4, max_new_tokens=10, eos_token_id=ends[:2])
+    expected = generate(plain, PROMPT, num_beams=4, max_new_tokens=10, eos_token_id=ends[:2], **theirs)
+    assert expected.token_ids != unchanged.token_ids
+    compare(llm, expected, PROMPT, num_beams=4, max_tokens=10, stop_token_ids=ends[:2], **ours)
+
+
+def test_the_best_are_returned_where_fewer_are_asked_for(make_tiny: MakeLLM, plain: Any) -> None:
+    llm = make_tiny()
+    theirs = generate(plain, PROMPT, num_beams=6, max_new_tokens=8, eos_token_id=-1)
+    best = Theirs(*(field[:2] for field in theirs))
+    compare(llm, best, PROMPT, num_beams=6, num_return_sequences=2, max_tokens=8)
+
+
+def test_a_beam_search_on_a_branch_equals_that_on_the_flat_prompt(make_tiny: MakeLLM) -> None:
+    """Also where the branch was forked inside a block, extended, and its last tokens lack KV."""
+    flat = [b.output for b in make_tiny().beam_search(PROMPT, num_beams=4, max_tokens=8)]
+    branch = make_tiny().branch(PROMPT[:9]).fork()[0]
+    branch.extend(PROMPT[9:])
+    found = [b.output for b in branch.beam_search(num_beams=4, max_tokens=8)]
+    assert [c.token_ids for c in found if c] == [c.token_ids for c in flat if c]
+    assert [c.score for c in found if c] == pytest.approx([c.score for c in flat if c], abs=1e-4)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("settings", [{}, {"length_penalty": 2.0, "early_stopping": "never"}])
+def test_beams_of_smollm2_equal_those_of_transformers(
+    make_smollm2: MakeLLM, plain_smollm2: Any, settings: dict[str, Any]
+) -> None:
+    llm = make_smollm2()
+    assert llm.tokenizer is not None
+    for text, stop in (("The capital of France is", None), ("List of prime numbers: 2, 3,", " 11")):
+        prompt = llm.tokenizer.encode(text)
+        theirs = generate(
+            plain_smollm2,
+            prompt,
+            num_beams=4,
+            max_new_tokens=12,
+            eos_token_id=2,
+            stop_strings=stop,
+            tokenizer=llm.tokenizer.hf,
+            **settings,
+        )
+        compare(llm, theirs, prompt, num_beams=4, max_tokens=12, stop=stop, **settings)
+
+
+@pytest.fixture(scope="module")
+def plain_smollm2(smollm2: LLM) -> Any:
+    """The embedded model as transformers runs it."""
+    from transformers import AutoModelForCausalLM
+
+    module: Any = smollm2.engine.runner.model.module  # type: ignore[attr-defined]
+    config = copy.deepcopy(module.config)  # the attention implementation is written into it
+    model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        config, attn_implementation="eager", dtype=torch.float32
+    )
+    model.load_state_dict(module.state_dict())
+    return model.eval()
