@@ -33,7 +33,8 @@ class Scored:
     def best(self, count: int) -> list[Candidate]:
         """The `count` best candidates, best first; fewer if there are fewer that are possible at all.
 
-        Of equal ones the lower beam and the lower token come first.
+        Of equal ones the lower beam and the lower token come first; which of those that equal the last one
+        are there is left open.
         """
         places = _top_places(self.sums, count)
         sums = self.sums.flatten()[places]

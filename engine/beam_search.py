@@ -231,7 +231,7 @@ class BeamSearch(Run):
             complete = self._complete.pop(finished, None)
             if complete is None:
                 candidate = finished.candidate
-                sequence = engine.fork(self._beams[candidate.beam].sequence, keep=True)
+                sequence = self._fork(engine, self._beams[candidate.beam], keep=True)
                 sequence.token_ids.append(candidate.token_id)
                 engine.num_generated_tokens += 1
                 complete = Complete(sequence, self._trace(scored, candidate), ways[candidate])
@@ -251,7 +251,7 @@ class BeamSearch(Run):
             index = trace.candidate.beam
             num_left[index] -= 1
             in_place = num_left[index] == 0 and parents[index] is not self.first
-            beam = parents[index] if in_place else self._fork(engine, parents[index])
+            beam = parents[index] if in_place else self._start(engine, parents[index])
             beam.append(trace, text)
             beams.append(beam)
         self._beams = beams
@@ -259,17 +259,21 @@ class BeamSearch(Run):
             engine.finish(gone.sequence)
         engine.num_generated_tokens += len(beams)
 
-    def _fork(self, engine: Engine, parent: Beam) -> Beam:
-        sequence = engine.fork(parent.sequence, keep=False)
-        if parent is not self.first and sequence.is_live:
-            # All that comes after the prompt is the search's own, and goes with its last beam.
-            sequence.live_cursor.base = parent.sequence.live_cursor.base
-        counts = None if parent.counts is None else parent.counts.fork()
-        beam = Beam(self, sequence, counts)
+    def _start(self, engine: Engine, parent: Beam) -> Beam:
+        """A fork of a beam that runs from the next step on."""
+        sequence = self._fork(engine, parent, keep=False)
+        beam = Beam(self, sequence, None if parent.counts is None else parent.counts.fork())
         beam.leaves_nothing = True
         self._num_forks += 1
         engine.run_now(sequence, beam, (*self.first.sequence.arrival, self._num_forks))
         return beam
+
+    def _fork(self, engine: Engine, parent: Beam, *, keep: bool) -> Sequence:
+        sequence = engine.fork(parent.sequence, keep=keep)
+        if parent is not self.first and sequence.is_live:
+            # All that comes after the prompt is the search's own, and goes with its last beam.
+            sequence.live_cursor.base = parent.sequence.live_cursor.base
+        return sequence
 
     # -- what comes out --------------------------------------------------------------------------------
 
