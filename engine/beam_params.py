@@ -18,6 +18,7 @@ Scoring = Literal["hf", "raw"]
 SHARED_FIELDS = (
     "max_tokens", "min_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
     "allowed_token_ids", "banned_token_ids", "stop", "stop_token_ids", "ignore_eos", "logprobs",
+    "skip_special_tokens", "include_stop_str_in_output",
 )  # fmt: skip
 
 
@@ -58,6 +59,8 @@ class BeamSearchParams:
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
     logprobs: int | None = None
     tokens: SamplingParams = field(init=False, repr=False, compare=False)  # which tokens may come, and end it
 

@@ -140,7 +140,7 @@ class BeamSearch(Run):
             counts = TokenCounts()
         self._adjustment = adjustment_of(tokens, counts)
         self._early_adjustment = adjustment_of(tokens, counts, self._ends)
-        text = GrowingText(tokenizer, tokens.stops) if tokens.stops and tokenizer is not None else None
+        text = GrowingText(tokenizer, tokens) if tokens.stops and tokenizer is not None else None
         self.first = Beam(self, sequence, counts, text)  # the prompt, of which all beams are forks
         self._beams = [self.first]  # running, best first
         self._complete: dict[Finished, Complete] = {}
@@ -212,8 +212,8 @@ class BeamSearch(Run):
             stop: int | str | None = token_id if token_id in self._ends else None
             if text is not None:
                 text = text.fork()
-                if stop is None:
-                    stop = text.add(token_id, search=search)
+                if stop is None or self.params.include_stop_str_in_output:
+                    stop = text.add(token_id, search=search) or stop
             ways[candidate] = Way(text, stop)
         return ways
 
@@ -281,12 +281,12 @@ class BeamSearch(Run):
         sequence, trace, (text, stop_reason) = self._complete.pop(finished)
         path = trace.path()
         token_ids = [one.candidate.token_id for one in path]
-        if text is None:
-            shown = self._decoded(token_ids if stop_reason is None else token_ids[:-1])
-        else:
-            if not isinstance(stop_reason, str):  # else the text has ended, whatever is still held
-                stop_reason = text.finish() or stop_reason
+        if text is not None:
+            stop_reason = text.finish() or stop_reason
             shown = text.text
+        else:
+            hidden = stop_reason is not None and not self.params.include_stop_str_in_output
+            shown = self._decoded(token_ids[:-1] if hidden else token_ids)
         choice = Choice(
             index=index,
             text=shown,
@@ -315,4 +315,4 @@ class BeamSearch(Run):
     def _decoded(self, token_ids: list[int]) -> str:
         if self._tokenizer is None:
             return ""
-        return self._tokenizer.decode_unchecked(token_ids, skip_special_tokens=True)
+        return self._tokenizer.decode_unchecked(token_ids, self.params.skip_special_tokens)

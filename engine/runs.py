@@ -7,15 +7,17 @@ batches or blocks.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 from ramet.engine.adjust import TokenCounts, adjustment_of
 from ramet.engine.errors import BranchReleased
+from ramet.engine.growing_text import GrowingText
 from ramet.engine.outputs import Choice, FinishReason, Score
 from ramet.engine.prompt_scores import PromptScores
 from ramet.engine.sampler import Draw, RowSampling, TokenLogprob
 from ramet.engine.sampling_params import SamplingParams
 from ramet.engine.sequence import Sequence
-from ramet.engine.tokenizer import IncrementalDetokenizer, StopChecker, Tokenizer
+from ramet.engine.tokenizer import Tokenizer
 
 
 class Run:
@@ -91,8 +93,7 @@ class Generation(Run):
             entropies=[] if params.return_entropy else None,
         )
         self._ends = (frozenset() if params.ignore_eos else eos_token_ids) | frozenset(params.stop_token_ids)
-        self._detokenizer = IncrementalDetokenizer(tokenizer) if tokenizer is not None else None
-        self._stops = StopChecker(params.stops)
+        self._text = None if tokenizer is None else GrowingText(tokenizer, params, prompt_text)
         self._counts: TokenCounts | None = None
         self.prepare(None)
 
@@ -145,37 +146,25 @@ class Generation(Run):
         if self._counts is not None:
             self._counts.add(token_id)
         self.choice.add(draw)
-        if token_id in self._ends:
-            self.finish("stop", token_id)
-        elif (stop := self._add_text(token_id)) is not None:
-            self._detokenizer = None  # the text has ended, whatever is still held
-            self.finish("stop", stop)
+        ends = token_id in self._ends
+        stop = None
+        if self._text is not None and (not ends or self.params.include_stop_str_in_output):
+            stop = self._text.add(token_id, search=len(self.choice.token_ids) > self.params.min_tokens)
+            self.choice.text = self._text.text
+        if ends or stop is not None:
+            self.finish("stop", token_id if stop is None else stop)
         elif self.num_tokens_left <= 0:
             self.finish("length")
-
-    def _add_text(self, token_id: int) -> str | None:
-        """Add what a token shows to the text; returns the stop string that it completes."""
-        if self._detokenizer is None:
-            return None
-        delta = self._detokenizer.add(token_id)
-        if len(self.choice.token_ids) <= self.params.min_tokens:
-            self.choice.text += delta
-            return None
-        shown = self._stops.add(delta)
-        self.choice.text += shown.text
-        return shown.stop
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """End the choice, with the text that was held back. Idempotent."""
         if self.finished:
             return
-        if self._detokenizer is not None:
-            rest = self._stops.add(self._detokenizer.flush())
-            self.choice.text += rest.text
-            if rest.stop is not None:
-                reason, stop_reason = "stop", rest.stop
-            else:
-                self.choice.text += self._stops.finish()
+        if self._text is not None:
+            stop = self._text.finish()
+            if stop is not None:
+                reason, stop_reason = "stop", stop
+            self.choice.text = self._text.text
         self.choice.finish_reason = reason
         self.choice.stop_reason = stop_reason
         self.finished = True
@@ -234,16 +223,26 @@ class Scoring(Run):
         self.logits_from = first
         self.targets = targets
         self.token_logprobs: list[float] = []
+        self.is_greedy = True
 
     def next_targets(self, count: int) -> list[int]:
         """The targets of the next `count` rows of logits."""
         done = len(self.token_logprobs)
         return self.targets[done : done + count]
 
-    def accept(self, logprobs: list[float]) -> None:
+    def accept(self, logprobs: list[float], *, greedy: bool) -> None:
         """Take the log-probabilities of the next targets; a long continuation comes in chunks."""
         self.token_logprobs += logprobs
+        self.is_greedy = self.is_greedy and greedy
         self.logits_from = self.first + len(self.token_logprobs)
+
+
+class Firsts(NamedTuple):
+    """What one row of logits says of several tokens that may come next."""
+
+    logprobs: list[float]
+    greedy: list[bool]
+    logits: list[float]
 
 
 class HeadScoring(Run):
@@ -255,7 +254,7 @@ class HeadScoring(Run):
     def __init__(self, candidates: list[list[int]]) -> None:
         super().__init__()
         self.candidates = candidates
-        self.first_logprobs: list[float] = []
+        self.firsts = Firsts([], [], [])
         self.rests: list[Scoring | None] = []
         self.children: list[Sequence] = []  # forks that compute the rests
 
@@ -265,6 +264,13 @@ class HeadScoring(Run):
     def scores(self) -> list[Score]:
         """One for each candidate, once all is done."""
         return [
-            Score(ids, [first, *(rest.token_logprobs if rest is not None else ())])
-            for ids, first, rest in zip(self.candidates, self.first_logprobs, self.rests, strict=True)
+            Score(
+                ids,
+                [logprob, *(rest.token_logprobs if rest is not None else ())],
+                greedy and (rest is None or rest.is_greedy),
+                logit,
+            )
+            for ids, logprob, greedy, logit, rest in zip(
+                self.candidates, *self.firsts, self.rests, strict=True
+            )
         ]
