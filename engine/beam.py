@@ -64,19 +64,23 @@ class Beams:
         if self.num_tokens >= self.max_tokens:
             ends = [True] * len(candidates)
         # Only the first num_beams may finish; the rest are there so that enough beams go on.
-        complete = [
-            Finished(c, self.num_tokens, self._score(c.score, self.num_tokens))
-            for c, end in zip(candidates[: self.num_beams], ends, strict=False)
-            if end
-        ]
-        best = sorted([*self.finished, *complete], key=lambda one: -one.score)
-        self.finished = best[: self.num_beams]
+        self._finish([c for c, end in zip(candidates[: self.num_beams], ends, strict=False) if end])
         running = [c for c, end in zip(candidates, ends, strict=True) if not end][: self.num_beams]
         self.done = not running or self._is_settled(running[0].score)
         if self.done:
             running = []
         self.scores = [c.score for c in running]
         return running
+
+    def cut(self, running: Sequence[Candidate]) -> None:
+        """End the search: let the beams that run be complete as they are."""
+        self._finish(running)
+        self.scores, self.done = [], True
+
+    def _finish(self, complete: Sequence[Candidate]) -> None:
+        """Put complete beams among the best."""
+        new = [Finished(c, self.num_tokens, self._score(c.score, self.num_tokens)) for c in complete]
+        self.finished = sorted([*self.finished, *new], key=lambda one: -one.score)[: self.num_beams]
 
     def _is_settled(self, best_running: float) -> bool:
         """Whether the finished beams are the result, although some could run on."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence as Seq
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,9 +18,10 @@ from ramet.engine.adjust import Adjustment, TokenCounts, adjustment_of
 from ramet.engine.beam import Beams, Candidate, Finished, num_candidates
 from ramet.engine.beam_candidates import Scored
 from ramet.engine.beam_params import BeamSearchParams
-from ramet.engine.errors import BadLogits
+from ramet.engine.errors import BadLogits, BranchReleased
 from ramet.engine.growing_text import GrowingText
-from ramet.engine.outputs import BeamProgress, Choice
+from ramet.engine.operation import Operation
+from ramet.engine.outputs import BeamProgress, Choice, FinishReason
 from ramet.engine.runs import Run
 from ramet.engine.sampler import TokenLogprob, top_logprobs
 from ramet.engine.sequence import Sequence
@@ -28,6 +29,33 @@ from ramet.engine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from ramet.engine.engine import Engine
+
+OnProgress: TypeAlias = Callable[[BeamProgress], object]
+
+
+def beam_searching(
+    engine: Engine, sequence: Sequence, params: BeamSearchParams, on_progress: OnProgress | None = None
+) -> Operation[list[tuple[Sequence, Choice]]]:
+    """The best continuations of `sequence`, best first, each a sequence of its own.
+
+    `on_progress` is called after each step. Raises OutOfCapacity, StepFailed, or BranchReleased if `sequence`
+    is let go before its first beams are there; then nothing is left.
+    """
+    search = BeamSearch(
+        sequence,
+        params,
+        max_tokens=engine.allowance(sequence, params.max_tokens),
+        eos_token_ids=engine.eos_token_ids,
+        tokenizer=engine.tokenizer,
+        on_progress=on_progress,
+    )
+    try:
+        engine.submit(sequence, search.first)
+        yield [search]
+    except BaseException:
+        search.close(engine)
+        raise
+    return search.results
 
 
 class Trace(NamedTuple):
@@ -104,6 +132,7 @@ class Complete(NamedTuple):
     sequence: Sequence
     trace: Trace
     way: Way
+    finish_reason: FinishReason
 
 
 class BeamSearch(Run):
@@ -117,9 +146,8 @@ class BeamSearch(Run):
         max_tokens: int,
         eos_token_ids: frozenset[int],
         tokenizer: Tokenizer | None,
-        on_progress: Callable[[BeamProgress], object] | None = None,
+        on_progress: OnProgress | None,
     ) -> None:
-        """Continue `sequence` by up to `max_tokens`. `on_progress` is called after each step."""
         super().__init__()
         tokens = params.tokens
         self.params = params
@@ -166,6 +194,28 @@ class BeamSearch(Run):
         except Exception as error:  # one search's text, or who listens to it, must not end the others
             super().fail(error)
 
+    def cancel(self, engine: Engine) -> None:
+        """End now: the running beams, as they are, are complete beside those that were. Idempotent."""
+        if self.finished:
+            return
+        if self._beams == [self.first]:
+            self.fail(BranchReleased(self.first.sequence.id))  # there are no beams yet
+            return
+        beams = {beam.trace.candidate: beam for beam in self._beams if beam.trace is not None}
+        self._state.cut(list(beams))
+        for finished in self._state.finished:
+            if finished not in self._complete:
+                beam = beams.pop(finished.candidate)
+                assert beam.trace is not None, "only the first beam has no token"
+                beam.sequence.keep = True
+                engine.finish(beam.sequence)
+                way = Way(beam.text, None)
+                self._complete[finished] = Complete(beam.sequence, beam.trace, way, "abort")
+        for beam in beams.values():
+            engine.finish(beam.sequence)
+        self._beams = []
+        self._conclude(engine)
+
     def close(self, engine: Engine) -> None:
         """Leave nothing behind, whether the search is done or not."""
         for beam in self._beams:
@@ -189,12 +239,7 @@ class BeamSearch(Run):
         self._keep_complete(engine, scored, ways)
         self._grow(engine, [(self._trace(scored, c), ways[c].text) for c in running])
         if state.done:
-            best = state.finished[: self.params.num_returned]
-            self.results = [self._result(index, one) for index, one in enumerate(best)]
-            for complete in self._complete.values():
-                engine.release(complete.sequence, prune=True)
-            self._complete = {}
-            self.finished = True
+            self._conclude(engine)
         if self._on_progress is not None:
             self._on_progress(self._progress())
 
@@ -234,7 +279,9 @@ class BeamSearch(Run):
                 sequence = self._fork(engine, self._beams[candidate.beam], keep=True)
                 sequence.token_ids.append(candidate.token_id)
                 engine.num_generated_tokens += 1
-                complete = Complete(sequence, self._trace(scored, candidate), ways[candidate])
+                way, trace = ways[candidate], self._trace(scored, candidate)
+                reason: FinishReason = "length" if way.stop_reason is None else "stop"
+                complete = Complete(sequence, trace, way, reason)
             if not self._state.done:
                 engine.scheduler.park(complete.sequence)  # the running beams need the blocks
             kept[finished] = complete
@@ -275,10 +322,19 @@ class BeamSearch(Run):
             sequence.live_cursor.base = parent.sequence.live_cursor.base
         return sequence
 
+    def _conclude(self, engine: Engine) -> None:
+        """The best are the result, and the others go."""
+        best = self._state.finished[: self.params.num_returned]
+        self.results = [self._result(index, one) for index, one in enumerate(best)]
+        for complete in self._complete.values():
+            engine.release(complete.sequence, prune=True)
+        self._complete = {}
+        self.finished = True
+
     # -- what comes out --------------------------------------------------------------------------------
 
     def _result(self, index: int, finished: Finished) -> tuple[Sequence, Choice]:
-        sequence, trace, (text, stop_reason) = self._complete.pop(finished)
+        sequence, trace, (text, stop_reason), finish_reason = self._complete.pop(finished)
         path = trace.path()
         token_ids = [one.candidate.token_id for one in path]
         if text is not None:
@@ -293,7 +349,7 @@ class BeamSearch(Run):
             token_ids=token_ids,
             token_logprobs=[one.candidate.logprob for one in path],
             logprobs=None if self.params.logprobs is None else [one.top or [] for one in path],
-            finish_reason="length" if stop_reason is None else "stop",
+            finish_reason=finish_reason if stop_reason is None else "stop",
             stop_reason=stop_reason,
             score=finished.score,
             beam_indices=[one.candidate.beam for one in path],

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from ramet.engine.arguments import Prompt, beam_params_of, check_count, checked_params, fields_of, params_of
 from ramet.engine.beam_params import BeamSearchParams
-from ramet.engine.beam_search import BeamSearch
+from ramet.engine.beam_search import OnProgress, beam_searching
 from ramet.engine.checks import check_bool, checked_list
 from ramet.engine.errors import BranchReleased, InvalidInput
 from ramet.engine.operation import Operation
-from ramet.engine.outputs import BeamProgress, Choice, Score
+from ramet.engine.outputs import Choice, Score
 from ramet.engine.runs import FanOut, Generation, HeadScoring, Run, Scoring
 from ramet.engine.sampling_params import SamplingParams
 from ramet.engine.sequence import Hold, Sequence
@@ -241,7 +241,7 @@ class Branch:
         self,
         params: BeamSearchParams | None = None,
         *,
-        on_progress: Callable[[BeamProgress], object] | None = None,
+        on_progress: OnProgress | None = None,
         **settings: Any,
     ) -> list[Branch]:
         """The best continuations of this branch as new children, best first; `output` says what each is.
@@ -256,28 +256,14 @@ class Branch:
         self,
         params: BeamSearchParams | None,
         settings: dict[str, Any],
-        on_progress: Callable[[BeamProgress], object] | None = None,
+        on_progress: OnProgress | None = None,
     ) -> Operation[list[Branch]]:
         self._check_unused()
         params = beam_params_of(params, settings)
         self.llm._check_params(params.tokens, of_branch=True)
-        engine = self.llm.engine
-        search = BeamSearch(
-            self._sequence,
-            params,
-            max_tokens=engine.allowance(self._sequence, params.max_tokens),
-            eos_token_ids=engine.eos_token_ids,
-            tokenizer=engine.tokenizer,
-            on_progress=on_progress,
-        )
-        try:
-            engine.submit(self._sequence, search.first)
-            yield [search]
-        except BaseException:
-            search.close(engine)
-            raise
+        found = yield from beam_searching(self.llm.engine, self._sequence, params, on_progress)
         children = []
-        for sequence, choice in search.results:
+        for sequence, choice in found:
             child = Branch(self.llm, sequence, self)
             child.output = choice
             children.append(child)

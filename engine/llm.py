@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ramet.engine.arguments import Prompt, check_either, check_int32, params_of, params_of_each, prompts_of
 from ramet.engine.beam_params import BeamSearchParams
+from ramet.engine.beam_search import OnProgress
 from ramet.engine.branch import Branch, prune_all
 from ramet.engine.checks import check_bool, checked_list
 from ramet.engine.config import EngineConfig
 from ramet.engine.engine import LOCAL, Engine, Stats
 from ramet.engine.errors import InvalidInput
 from ramet.engine.operation import Operation, T, together
-from ramet.engine.outputs import BeamProgress, Choice, Delta, Output
+from ramet.engine.outputs import Choice, Delta, Output
 from ramet.engine.prompt_scores import PromptScores
 from ramet.engine.runs import FanOut, Generation, Run
 from ramet.engine.sampling_params import SamplingParams
@@ -253,7 +254,7 @@ class LLM:
         *,
         messages: Seq[Mapping[str, Any]] | None = None,
         tools: Seq[Mapping[str, Any]] | None = None,
-        on_progress: Callable[[BeamProgress], object] | None = None,
+        on_progress: OnProgress | None = None,
         **settings: Any,
     ) -> list[Branch]:
         """The best continuations of a prompt, or of `messages`, best first. See Branch.beam_search."""
@@ -266,11 +267,12 @@ class LLM:
         tools: Seq[Mapping[str, Any]] | None,
         params: BeamSearchParams | None,
         settings: dict[str, Any],
-        on_progress: Callable[[BeamProgress], object] | None = None,
+        on_progress: OnProgress | None = None,
+        namespace: Hashable = LOCAL,
     ) -> Operation[list[Branch]]:
         token_ids = self._prompt_ids(prompt, messages, tools)
         # Nobody goes on from the prompt itself: it gives up its blocks to the first beams.
-        root = Branch(self, self.engine.new_sequence(token_ids, keep=False), None)
+        root = Branch(self, self.engine.new_sequence(token_ids, keep=False, namespace=namespace), None)
         try:
             return (yield from root._beam_searching(params, settings, on_progress))
         finally:

@@ -99,3 +99,11 @@ def test_of_equal_scores_the_one_that_was_complete_first_stays() -> None:
     first = state.finished
     state.advance(candidates(-1.0, -2.0), [True, False])
     assert state.finished == first
+
+
+def test_a_search_that_is_cut_has_what_runs_beside_what_was_complete() -> None:
+    state = beams(2, length_exponent=1.0)
+    running = state.advance(candidates(-1.0, -4.0, -6.0), [False, True, False])
+    state.cut(running)
+    assert state.done
+    assert [(one.candidate.token_id, one.score) for one in state.finished] == [(0, -1.0), (1, -4.0)]

@@ -98,7 +98,7 @@ def test_beams_equal_those_of_transformers(
 ) -> None:
     """Every width and rule of stopping, with every length penalty and one or two end tokens."""
     llm = make_llm()
-    lengths = set()
+    lengths: set[int] = set()
     for length_penalty, ends in itertools.product(LENGTH_PENALTIES, ENDS):
         shared = {"num_beams": num_beams, "length_penalty": length_penalty, "early_stopping": early_stopping}
         theirs = generate(plain, PROMPT, max_new_tokens=10, eos_token_id=ends, **shared)
@@ -130,7 +130,7 @@ def test_what_is_done_to_log_probabilities_equals_the_processors_of_transformers
 def test_the_best_are_returned_where_fewer_are_asked_for(make_llm: MakeLLM, plain: Any) -> None:
     llm = make_llm()
     theirs = generate(plain, PROMPT, num_beams=6, max_new_tokens=8, eos_token_id=-1)
-    best = Theirs(*(field[:2] for field in theirs))
+    best = Theirs(theirs.token_ids[:2], theirs.scores[:2], theirs.beam_indices[:2])
     compare(llm, best, PROMPT, num_beams=6, num_return_sequences=2, max_tokens=8)
 
 

@@ -5,6 +5,7 @@ F1 to F3 are faults that other engines' users have reported. On real models: tes
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import math
 import random
@@ -13,8 +14,11 @@ from typing import Any
 
 import pytest
 
-from ramet import LLM, BeamProgress, Branch, InvalidInput, OutOfCapacity, SamplingParams
+from ramet import LLM, AsyncLLM, BeamProgress, Branch, InvalidInput, OutOfCapacity, SamplingParams
+from ramet.engine.beam_search import BeamSearch
+from ramet.engine.branch import prune_all
 from ramet.engine.errors import StepFailed
+from ramet.engine.operation import Operation, together
 from ramet.engine.outputs import Choice
 from ramet.testing import ScriptedModel, check_idle, check_invariants, fail_forward, fail_reservation
 
@@ -270,9 +274,7 @@ def test_too_little_room_changes_nothing(make_tiny: MakeLLM, settings: dict[str,
         assert llm.stats().num_preemptions > 0
 
 
-def test_two_searches_and_a_fan_out_of_one_branch_at_once(make_tiny: MakeLLM) -> None:
-    from ramet.engine.operation import together
-
+def test_two_searches_of_one_tree_at_once(make_tiny: MakeLLM) -> None:
     llm = make_tiny(num_blocks=128)
     root = llm.branch(tokens(13))
     expected = [beam.token_ids for beam in root.beam_search(num_beams=3, max_tokens=6)]
@@ -280,7 +282,7 @@ def test_two_searches_and_a_fan_out_of_one_branch_at_once(make_tiny: MakeLLM) ->
     both = llm._drive(
         together(
             [kid._beam_searching(None, {"num_beams": 3, "max_tokens": 6}) for kid in kids],
-            lambda beams: [beam.prune() for beam in beams],
+            prune_all,
         )
     )
     assert [[beam.token_ids for beam in beams] for beams in both] == [expected, expected]
@@ -458,3 +460,91 @@ def test_a_search_needs_room_and_is_bounded_by_it(make_tiny: MakeLLM) -> None:
         llm.beam_search(tokens(13), num_beams=2)
     root: Branch = llm.branch(tokens(12))
     assert len(root.beam_search(num_beams=2, max_tokens=3)[0].token_ids) == 13
+
+
+# -- asynchronous, and cancelled ---------------------------------------------------------------------------
+
+
+def started(llm: LLM, num_steps: int, **settings: Any) -> tuple[Operation[list[Branch]], BeamSearch]:
+    """A search after some steps."""
+    operation = llm._beam_searching(PROMPT, None, None, None, settings)
+    (run,) = next(operation)
+    assert isinstance(run, BeamSearch)
+    for _ in range(num_steps):
+        llm.engine.step()
+    return operation, run
+
+
+def test_a_cancelled_search_gives_the_beams_that_ran_beside_those_that_were_complete() -> None:
+    llm = scripted(lambda output: {A: 0.5, B: 0.3, END: 0.2})
+    operation, run = started(llm, 2, num_beams=3, max_tokens=10, length_penalty=0)
+    run.cancel(llm.engine)
+    run.cancel(llm.engine)
+    with pytest.raises(StopIteration) as stopped:
+        next(operation)
+    found = stopped.value.value
+    # Of nine ways of two tokens those that ended after the first are one.
+    expected = {(A, A): 0.25, (END,): 0.2, (A, B): 0.15}
+    assert {tuple(beam.output.token_ids): beam.output.score for beam in found} == pytest.approx(
+        {way: math.log(p) for way, p in expected.items()}, abs=1e-4
+    )
+    assert [beam.output.finish_reason for beam in found] == ["abort", "stop", "abort"]
+    assert found[0].generate(max_tokens=1, temperature=0).token_ids == [A]
+    prune_all(found)
+    check_idle(llm)
+
+
+def test_a_search_that_is_cancelled_before_its_first_token_has_no_result() -> None:
+    llm = scripted(three_ways)
+    operation, run = started(llm, 0, num_beams=2)
+    run.cancel(llm.engine)
+    assert run.error is not None
+    with pytest.raises(type(run.error)):
+        operation.throw(run.error)
+    check_idle(llm)
+
+
+def test_the_asynchronous_twins_do_the_same_and_a_caller_who_leaves_leaves_nothing(
+    make_tiny: MakeLLM,
+) -> None:
+    prompt, settings = tokens(13), {"num_beams": 3, "max_tokens": 6}
+    expected = [choice.token_ids for choice in search(make_tiny(), prompt, **settings)]
+    inner = make_tiny(num_blocks=128)
+
+    async def run() -> None:
+        heard: list[BeamProgress] = []
+        async with AsyncLLM(inner) as llm:
+            root = await llm.branch(prompt)
+            several = await asyncio.gather(
+                llm.beam_search(prompt, **settings),
+                root.beam_search(on_progress=heard.append, **settings),
+                root.beam_search(**settings),
+                return_exceptions=True,
+            )
+            for beams in several[:2]:
+                assert not isinstance(beams, BaseException)
+                assert [beam.token_ids[13:] for beam in beams] == expected
+                assert [beam.token_ids for beam in await beams[0].fork(2)] == [beams[0].token_ids] * 2
+                for beam in beams:
+                    await beam.prune()
+            assert isinstance(several[2], InvalidInput), "a branch does one thing at a time"
+            assert [one.num_tokens for one in heard] == [1, 2, 3, 4, 5, 6]
+            leaving = asyncio.create_task(root.beam_search(num_beams=3, max_tokens=500))
+            while (await llm.stats()).num_running != 3:
+                await asyncio.sleep(0)
+            leaving.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await leaving
+            with llm.start_beam_search(prompt, num_beams=3, max_tokens=500) as work:
+                while (await llm.stats()).num_running != 3:
+                    await asyncio.sleep(0)
+                assert await work.cancel()
+                cut = await work.result()
+                assert [beam.output.finish_reason for beam in cut if beam.output] == ["abort"] * 3
+            await root.prune()
+            for beam in cut:
+                await beam.prune()
+            assert (await llm.stats()).num_running == 0
+
+    asyncio.run(run())
+    check_idle(inner)
