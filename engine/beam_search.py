@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ramet.engine.adjust import Adjustment, TokenCounts, adjustment_of
 from ramet.engine.beam import Beams, Candidate, Finished, num_candidates
-from ramet.engine.beam_candidates import Scored
+from ramet.engine.beam_candidates import best_candidates
 from ramet.engine.beam_params import BeamSearchParams
 from ramet.engine.errors import BadLogits, BranchReleased
 from ramet.engine.growing_text import GrowingText
@@ -229,15 +229,15 @@ class BeamSearch(Run):
 
     def _step(self, engine: Engine) -> None:
         state = self._state
-        logits = torch.stack([beam.logits for beam in self._beams if beam.logits is not None])  # [W, V]
-        scored = Scored(logits, state.scores, self._adjustments())
-        candidates = scored.best(num_candidates(state.num_beams, len(self._ends)))
+        logits = [beam.logits for beam in self._beams if beam.logits is not None]
+        count = num_candidates(state.num_beams, len(self._ends))
+        candidates = best_candidates(logits, state.scores, self._adjustments(), count)
         if not candidates:
             raise BadLogits(tuple(range(len(self._beams))))
         ways = self._ways(candidates)
         running = state.advance(candidates, [way.stop_reason is not None for way in ways.values()])
-        self._keep_complete(engine, scored, ways)
-        self._grow(engine, [(self._trace(scored, c), ways[c].text) for c in running])
+        self._keep_complete(engine, ways)
+        self._grow(engine, [(self._trace(c), ways[c].text) for c in running])
         if state.done:
             self._conclude(engine)
         if self._on_progress is not None:
@@ -262,14 +262,13 @@ class BeamSearch(Run):
             ways[candidate] = Way(text, stop)
         return ways
 
-    def _trace(self, scored: Scored, candidate: Candidate) -> Trace:
-        count = self.params.logprobs
-        top = None
-        if count is not None:
-            top = top_logprobs(scored.logprobs[candidate.beam], count, candidate.token_id)
-        return Trace(self._beams[candidate.beam].trace, candidate, top)
+    def _trace(self, candidate: Candidate) -> Trace:
+        beam, count, top = self._beams[candidate.beam], self.params.logprobs, None
+        if count is not None and beam.logits is not None:
+            top = top_logprobs(torch.log_softmax(beam.logits.float(), -1), count, candidate.token_id)
+        return Trace(beam.trace, candidate, top)
 
-    def _keep_complete(self, engine: Engine, scored: Scored, ways: Mapping[Candidate, Way]) -> None:
+    def _keep_complete(self, engine: Engine, ways: Mapping[Candidate, Way]) -> None:
         """Branch off what is complete now, and drop what is not among the best any more."""
         kept = {}
         for finished in self._state.finished:
@@ -279,7 +278,7 @@ class BeamSearch(Run):
                 sequence = self._fork(engine, self._beams[candidate.beam], keep=True)
                 sequence.token_ids.append(candidate.token_id)
                 engine.num_generated_tokens += 1
-                way, trace = ways[candidate], self._trace(scored, candidate)
+                way, trace = ways[candidate], self._trace(candidate)
                 reason: FinishReason = "length" if way.stop_reason is None else "stop"
                 complete = Complete(sequence, trace, way, reason)
             if not self._state.done:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ramet.engine.adjust import Adjustment
-from ramet.engine.beam_candidates import Scored
+from ramet.engine.beam_candidates import best_candidates
 from ramet.engine.errors import BadLogits
 
 
@@ -18,12 +18,21 @@ def random_logits(num_beams: int, vocab_size: int, seed: int = 0) -> torch.Tenso
 
 @pytest.mark.parametrize(
     ("num_beams", "vocab_size", "count"),
-    [(1, 5, 2), (1, 5, 20), (3, 64, 6), (2, 65, 130), (4, 1000, 8), (7, 333, 500), (16, 4096, 32)],
+    [
+        (1, 5, 2),
+        (1, 5, 20),
+        (3, 64, 6),
+        (2, 65, 130),
+        (4, 1000, 8),
+        (7, 333, 500),
+        (16, 4096, 32),
+        (40, 100, 70),
+    ],
 )
 def test_the_best_are_those_of_a_full_sort(num_beams: int, vocab_size: int, count: int) -> None:
     logits = random_logits(num_beams, vocab_size)
     scores = [-0.5 * beam for beam in range(num_beams)]
-    found = Scored(logits, scores, [None] * num_beams).best(count)
+    found = best_candidates(list(logits), scores, [None] * num_beams, count)
     sums = torch.log_softmax(logits.double(), -1) + torch.tensor(scores).double()[:, None]
     order = sums.flatten().sort(descending=True).indices[:count].tolist()
     assert [(c.beam, c.token_id) for c in found] == [divmod(place, vocab_size) for place in order]
@@ -34,13 +43,13 @@ def test_the_best_are_those_of_a_full_sort(num_beams: int, vocab_size: int, coun
 
 
 def test_of_equal_candidates_the_lower_beam_and_token_come_first() -> None:
-    found = Scored(torch.zeros(2, 3), [0.0, 0.0], [None, None]).best(6)
+    found = best_candidates(list(torch.zeros(2, 3)), [0.0, 0.0], [None, None], 6)
     assert [(c.beam, c.token_id) for c in found] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
 
 
 def test_what_is_impossible_is_no_candidate() -> None:
     logits = torch.tensor([[0.0, -math.inf, 0.0]])
-    found = Scored(logits, [0.0], [Adjustment(banned_ids=torch.tensor([2]).numpy())]).best(3)
+    found = best_candidates(list(logits), [0.0], [Adjustment(banned_ids=torch.tensor([2]).numpy())], 3)
     assert [c.token_id for c in found] == [0]
     assert found[0].logprob == pytest.approx(math.log(0.5))
 
@@ -48,15 +57,15 @@ def test_what_is_impossible_is_no_candidate() -> None:
 def test_adjustments_act_on_log_probabilities_and_not_on_those_reported() -> None:
     logits = torch.tensor([[1.0, 1.0]])
     bias = Adjustment(bias_ids=torch.tensor([1]).numpy(), biases=torch.tensor([2.0]).numpy())
-    found = Scored(logits, [-1.0], [bias]).best(2)
+    found = best_candidates(list(logits), [-1.0], [bias], 2)
     assert [c.token_id for c in found] == [1, 0]
     assert [c.score for c in found] == pytest.approx([1.0 + math.log(0.5), -1.0 + math.log(0.5)])
     assert [c.logprob for c in found] == pytest.approx([math.log(0.5)] * 2)
 
 
 def test_rows_that_are_no_numbers_are_named() -> None:
-    logits = random_logits(4, 70)
-    logits[1, 3], logits[2], logits[3, 0] = math.nan, -math.inf, math.inf
+    logits = random_logits(40, 70)
+    logits[1, 3], logits[20], logits[39, 0] = math.nan, -math.inf, math.inf
     with pytest.raises(BadLogits) as raised:
-        Scored(logits, [0.0] * 4, [None] * 4)
-    assert raised.value.rows == (1, 2, 3)
+        best_candidates(list(logits), [0.0] * 40, [None] * 40, 80)
+    assert raised.value.rows == (1, 20, 39)
