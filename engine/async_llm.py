@@ -118,9 +118,10 @@ class AsyncLLM:
         """Begin to generate. With `max_unread` the tokens are read while they come, and while so many of a
         choice were not read yet it rests; what came since the last read is one Delta a choice, so a slow
         reader costs no memory. Prompts of another `namespace` share nothing."""
-        return self._start(
-            lambda: self._llm._generating(prompts, params, priority, cache, settings, namespace), max_unread
+        operation = lambda: self._llm._generating(  # noqa: E731
+            prompts, params, priority, cache, settings, namespace, max_unread is not None
         )
+        return self._start(operation, max_unread)
 
     async def stream(
         self,

@@ -169,7 +169,8 @@ class Branch:
         """`n` new children that each generate, in one batch; `params` may give each its own settings.
 
         What the branch still has to compute is computed once, for all of them. The children's choices are
-        their `output`. Raises as `LLM.step` does, and then leaves no child.
+        their `output`; of `best_of` the best are left, best first. Raises as `LLM.step` does, and then leaves
+        no child.
         """
         return self.llm._drive(self._expanding(n, params, settings))
 
@@ -183,6 +184,9 @@ class Branch:
         """`born` is told of the children as soon as they are there: the first to be done need not wait."""
         self._check_unused()
         generations = self._child_generations(n, params, settings)
+        contest = generations[0].contest
+        if contest is not None and born is not None:
+            raise InvalidInput("best_of", "must be None where children are told of while they grow")
         run = FanOut(generations, keep=True)
         try:
             yield from self._doing(run)
@@ -208,7 +212,12 @@ class Branch:
                 if not (in_use and generation.finished):
                     child.prune()
             raise
-        return children
+        if contest is None:
+            return children
+        child_of = dict(zip(generations, children, strict=True))
+        best = [child_of.pop(generation) for generation in contest.winners(generations)]
+        prune_all(child_of.values())
+        return best
 
     def _child_generations(
         self, n: int | None, params: Seq[SamplingParams] | SamplingParams | None, settings: dict[str, Any]
@@ -228,8 +237,8 @@ class Branch:
         generations = []
         for index, own in enumerate(each_params):
             self.llm._check_params(checked_params(own), of_branch=True)
-            if own.n != 1:
-                raise InvalidInput("n", "must be 1 in each child's params", own.n)
+            if own.num_sampled != 1:
+                raise InvalidInput("n", "and best_of must be 1 in each child's params", own.num_sampled)
             generation = engine.generations(self._sequence, own)[0]
             generation.choice.index = index
             generations.append(generation)

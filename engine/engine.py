@@ -15,6 +15,7 @@ from torch import Tensor
 from ramet.engine.beam_search import Beam
 from ramet.engine.checks import check_hashable
 from ramet.engine.config import EngineConfig
+from ramet.engine.contest import Contest
 from ramet.engine.errors import BadLogits, OutOfCapacity, StepFailed
 from ramet.engine.model_runner import Runner
 from ramet.engine.runs import FanOut, Firsts, Generation, HeadScoring, Run, Scoring
@@ -101,7 +102,8 @@ class Engine:
     def release(self, sequence: Sequence, *, prune: bool = False) -> int:
         """Let go of a sequence, running or not; returns the blocks freed at once. Idempotent."""
         if sequence.run is not None:
-            self.abort(sequence)
+            sequence.run.abort(sequence)
+            self._detach(sequence)
         self.scheduler.remove(sequence)
         self.sequences.pop(sequence, None)
         cursor, sequence.cursor = sequence.cursor, None
@@ -153,9 +155,15 @@ class Engine:
         )
 
     def generations(self, sequence: Sequence, params: SamplingParams) -> list[Generation]:
-        """`params.n` runs that continue `sequence`, each with its own random stream."""
+        """The runs that continue `sequence` as `params` say, each with its own random stream."""
         seed = self.next_seed() if params.seed is None else params.seed
-        return [self.generation(sequence, params, derive_seed(seed, i), i) for i in range(params.n)]
+        count = params.num_sampled
+        runs = [self.generation(sequence, params, derive_seed(seed, i), i) for i in range(count)]
+        if count > params.n:
+            contest = Contest(params)
+            for run in runs:
+                run.contest = contest
+        return runs
 
     def next_seed(self) -> int:
         """A seed for a request that has none."""
@@ -336,7 +344,10 @@ class Engine:
                 self.fail(sequence, error)
                 continue
             self.num_generated_tokens += 1
-            if generation.finished:
+            if generation.contest is not None:
+                for loser in generation.contest.losers(generation, sequence):
+                    self.release(loser, prune=True)
+            if generation.finished and sequence.run is generation:
                 self._end(sequence)
 
     # -- ends ------------------------------------------------------------------------------------------
@@ -377,14 +388,18 @@ class Engine:
         return ended
 
     def _end(self, sequence: Sequence) -> None:
-        """The one place where a run leaves its sequence."""
-        run, sequence.run = sequence.run, None
-        if run is not None:
-            run.keep_scores(sequence)
+        """A run leaves its sequence."""
+        run = self._detach(sequence)
         if sequence.keep:
             self.scheduler.rest(sequence)
         else:
             self.release(sequence, prune=run is not None and run.leaves_nothing)
+
+    def _detach(self, sequence: Sequence) -> Run | None:
+        run, sequence.run = sequence.run, None
+        if run is not None:
+            run.keep_scores(sequence)
+        return run
 
     # -- looking ---------------------------------------------------------------------------------------
 

@@ -135,11 +135,14 @@ class LLM:
         cache: bool,
         settings: dict[str, Any],
         namespace: Hashable = LOCAL,
+        streamed: bool = False,
     ) -> Operation[list[Output]]:
         many = [self.encode(prompt) for prompt in prompts_of(prompts)]
         each = params_of_each(params, settings, len(many))
         check_int32("priority", priority)
         check_bool("cache", cache)
+        if streamed:
+            _check_streamed(each)
         requests: list[Request] = []
         try:
             for token_ids, own in zip(many, each, strict=True):
@@ -150,7 +153,7 @@ class LLM:
         finally:
             self._release_all(requests)
         return [
-            Output(ids, sequence.num_cached_tokens or 0, [g.choice for g in generations], run.prompt_logprobs)
+            Output(ids, sequence.num_cached_tokens or 0, _choices(generations), run.prompt_logprobs)
             for ids, (sequence, run, generations) in zip(many, requests, strict=True)
         ]
 
@@ -165,6 +168,7 @@ class LLM:
         params = params_of(params, settings)
         token_ids = self.encode(prompt)
         self._check_params(params)
+        _check_streamed([params])
         self.engine.check_length(len(token_ids))
         return self._streaming(token_ids, params)
 
@@ -340,8 +344,9 @@ class LLM:
         for branch, own in zip(branches, params, strict=True):
             branch._check_unused()
             self._check_params(own, of_branch=True)
-            if own.n != 1:
-                raise InvalidInput("n", "must be 1 where a branch itself goes on; use expand()", own.n)
+            if own.num_sampled != 1:
+                limit = "and best_of must be 1 where a branch itself goes on; use expand()"
+                raise InvalidInput("n", limit, own.num_sampled)
             runs.append(self.engine.generations(branch._sequence, own)[0])
         try:
             for branch, run in zip(branches, runs, strict=True):
@@ -438,3 +443,15 @@ class LLM:
         if num_left <= 0:
             field = "banned_token_ids" if allowed is None else "allowed_token_ids"
             raise InvalidInput(field, "must leave a token that can be chosen")
+
+
+def _check_streamed(each: Seq[SamplingParams]) -> None:
+    for params in each:
+        if params.num_sampled > params.n:
+            raise InvalidInput("best_of", "must be None or n where the tokens are read while they come")
+
+
+def _choices(generations: list[Generation]) -> list[Choice]:
+    """All, or of a contest the best."""
+    contest = generations[0].contest
+    return [one.choice for one in (generations if contest is None else contest.winners(generations))]

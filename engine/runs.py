@@ -10,6 +10,7 @@ from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 from ramet.engine.adjust import TokenCounts, adjustment_of
+from ramet.engine.contest import Contest
 from ramet.engine.errors import BranchReleased
 from ramet.engine.growing_text import GrowingText
 from ramet.engine.outputs import Choice, FinishReason, Score
@@ -92,6 +93,7 @@ class Generation(Run):
             named_logprobs=[] if params.logprob_token_ids else None,
             entropies=[] if params.return_entropy else None,
         )
+        self.contest: Contest | None = None  # in which only the best are wanted
         self._ends = (frozenset() if params.ignore_eos else eos_token_ids) | frozenset(params.stop_token_ids)
         self._text = None if tokenizer is None else GrowingText(tokenizer, params, prompt_text)
         self._counts: TokenCounts | None = None

@@ -507,7 +507,8 @@ def test_a_search_that_is_cancelled_before_its_first_token_has_no_result() -> No
 def test_the_asynchronous_twins_do_the_same_and_a_caller_who_leaves_leaves_nothing(
     make_tiny: MakeLLM,
 ) -> None:
-    prompt, settings = tokens(13), {"num_beams": 3, "max_tokens": 6}
+    prompt: list[int] = tokens(13)
+    settings: dict[str, Any] = {"num_beams": 3, "max_tokens": 6}
     expected = [choice.token_ids for choice in search(make_tiny(), prompt, **settings)]
     inner = make_tiny(num_blocks=128)
 
