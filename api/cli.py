@@ -274,6 +274,8 @@ def bench(
     if plot is not None and (name, device) not in ((Bench.memory, "cpu"), (Bench.attention, "cuda")):
         of = "`ramet bench memory` and `ramet bench attention --device cuda`"
         raise typer.BadParameter(f"is for {of}", param_hint="--plot")
+    if plot is not None and not plot.absolute().parent.is_dir():
+        raise typer.BadParameter(f"the folder of {plot} does not exist", param_hint="--plot")
     if device not in ("cpu", "cuda"):
         raise typer.BadParameter("is cpu or cuda", param_hint="--device")
     if device == "cuda" and name is not Bench.attention:

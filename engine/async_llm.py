@@ -10,12 +10,13 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable, Hashable, Iterable, Mapping, Sequence as Seq
 from concurrent.futures import Future
+from itertools import chain
 from queue import SimpleQueue
 from typing import Any, TypeAlias
 
 from ramet.engine.arguments import Prompt
-from ramet.engine.async_work import Task, Work, reject, resolve
-from ramet.engine.branch import Branch
+from ramet.engine.async_work import Task, Work, no_undo, reject, resolve
+from ramet.engine.branch import Branch, prune_all
 from ramet.engine.checks import check_int, checked_list
 from ramet.engine.config import EngineConfig
 from ramet.engine.engine import LOCAL, Stats
@@ -145,7 +146,7 @@ class AsyncLLM:
     ) -> AsyncBranch:
         """See LLM.branch; branches of another `namespace` share nothing. Without `compute`, later."""
         operation = lambda: self._llm._branching(prompt, messages, tools, namespace, compute)  # noqa: E731
-        return AsyncBranch(self, await self._run(operation))
+        return AsyncBranch(self, await self._run(operation, Branch.prune))
 
     async def step(
         self,
@@ -167,7 +168,10 @@ class AsyncLLM:
     ) -> list[list[AsyncBranch]]:
         """See LLM.expand."""
         inner = _inner(branches)
-        families = await self._run(lambda: self._llm._expanding(inner, n, params, settings))
+        families = await self._run(
+            lambda: self._llm._expanding(inner, n, params, settings),
+            lambda families: prune_all(chain.from_iterable(families)),
+        )
         return [[AsyncBranch(self, child) for child in family] for family in families]
 
     async def stats(self) -> Stats:
@@ -193,33 +197,44 @@ class AsyncLLM:
             return  # what was to be let go is gone
         self._commands.put((command, futures))
 
-    async def _call(self, function: Callable[[], T]) -> T:
-        """Run `function` between two steps and return what it returns."""
+    async def _call(self, function: Callable[[], T], undo: Callable[[T], object] = no_undo) -> T:
+        """Run `function` between two steps and return what it returns; `undo` it if the caller has left."""
         future: Future[T] = Future()
+        results: list[T] = []
 
         def command() -> None:
             try:
-                resolve(future, function())
+                results.append(function())
+                resolve(future, results[0])
             except BaseException as failure:
                 reject(future, failure)
 
+        def take_back() -> None:
+            for result in results:
+                undo(result)
+
         self._send(command, future)
-        return await asyncio.wrap_future(future)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            self._send(take_back)
+            raise
 
     def _start(
         self,
         start: Callable[[], Operation[Any]],
         max_unread: int | None = None,
         then: Callable[[Any], T] = lambda result: result,
+        undo: Callable[[Any], object] = no_undo,
     ) -> Work[T]:
-        """Have the thread drive an operation beside all others."""
+        """Have the thread drive an operation beside all others; `undo` lets go of a result nobody took."""
         if max_unread is not None:
             check_int("max_unread", max_unread, 1, None)
         future: Future[Any] = Future()
         started: Future[Task] = Future()
 
         def command() -> None:
-            task = Task(start(), future, max_unread)
+            task = Task(start(), future, max_unread, undo)
             if not task.advance():
                 self._tasks.append(task)
             resolve(started, task)
@@ -227,9 +242,9 @@ class AsyncLLM:
         self._send(command, started, future)
         return Work(self, started, future, then)
 
-    async def _run(self, start: Callable[[], Operation[T]]) -> T:
+    async def _run(self, start: Callable[[], Operation[T]], undo: Callable[[T], object] = no_undo) -> T:
         """Drive an operation beside all others; a caller that is cancelled closes it."""
-        work: Work[T] = self._start(start)
+        work: Work[T] = self._start(start, undo=undo)
         with work:
             return await work.result()
 
@@ -259,10 +274,10 @@ class AsyncLLM:
             self._tasks = [task for task in self._tasks if not task.advance()]
 
     def _close(self, task: Task) -> None:
-        """Let go of a task before it has ended."""
+        """Let go of a task, or of a result that nobody took."""
         if task in self._tasks:
             self._tasks.remove(task)
-            task.close(Closed("the work was closed before it had ended"))
+        task.close(Closed("the work was closed before it had ended"))
 
     def _end(self, error: BaseException) -> None:
         """The thread stops: whoever still waits gets `error`, also those whose message was not taken."""
@@ -316,7 +331,7 @@ class AsyncBranch:
         return len(self._branch)
 
     async def fork(self, n: int = 1, *, at: int | None = None) -> list[AsyncBranch]:
-        return self._wrap(await self.llm._call(lambda: self._branch.fork(n, at=at)))
+        return self._wrap(await self.llm._call(lambda: self._branch.fork(n, at=at), prune_all))
 
     async def extend(self, text: Prompt) -> list[int]:
         return await self.llm._call(lambda: self._branch.extend(text))
@@ -358,11 +373,11 @@ class AsyncBranch:
         **settings: Any,
     ) -> Work[list[AsyncBranch]]:
         """Begin to `expand`; see AsyncLLM.start. `born` gets the children before any of their tokens is read:
-        it is called on the engine's thread, and only if there are any."""
-
+        it is called on the engine's thread, and only if there are any. Whoever was told of them has them:
+        once complete, they stay when the work is closed."""
         tell = None if born is None else lambda children: born(self._wrap(children))
         operation = lambda: self._branch._expanding(n, params, settings, tell)  # noqa: E731
-        return self.llm._start(operation, max_unread, self._wrap)
+        return self.llm._start(operation, max_unread, self._wrap, prune_all if born is None else no_undo)
 
     async def score(self, candidates: Seq[Prompt], *, suffix: Prompt | None = None) -> list[Score]:
         return await self.llm._run(lambda: self._branch._scoring(candidates, suffix))

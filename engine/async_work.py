@@ -22,14 +22,22 @@ T = TypeVar("T")
 class Task:
     """The thread's side: an operation that waits for its runs, and those who wait for it."""
 
-    def __init__(self, operation: Operation[Any], future: Future[Any], max_unread: int | None) -> None:
+    def __init__(
+        self,
+        operation: Operation[Any],
+        future: Future[Any],
+        max_unread: int | None,
+        undo: Callable[[Any], object],
+    ) -> None:
         self.operation = operation
         self.future = future
         self.max_unread = max_unread  # None: its tokens are not read while they come
+        self.undo = undo
         self.runs: list[Run] = []
         self.reader: StreamReader | None = None
         self.waiting: Future[list[Delta]] | None = None
         self.ended = False
+        self.result: Any = None
 
     def advance(self) -> bool:
         """Go on if all runs have finished, and tell those who wait; True when the operation has ended."""
@@ -38,6 +46,7 @@ class Task:
             try:
                 waits_for = next(self.operation) if error is None else self.operation.throw(error)
             except StopIteration as stop:
+                self.result = stop.value
                 self._end(resolve, stop.value)
             except BaseException as failure:
                 self._end(reject, failure)
@@ -66,8 +75,10 @@ class Task:
         return True
 
     def close(self, error: BaseException) -> None:
-        """Let go of everything; whoever still waits for the result gets `error`."""
+        """Let go of everything, the result as well; whoever still waits for it gets `error`."""
         self.operation.close()
+        if self.result is not None:
+            self.undo(self.result)
         self._end(reject, error)
         self.serve()
 
@@ -104,6 +115,7 @@ class Work(Generic[T]):
         self._started = started
         self._future = future
         self._then = then
+        self._settled = False  # the result was taken, or let go of
 
     def __enter__(self) -> Work[T]:
         return self
@@ -134,11 +146,13 @@ class Work(Generic[T]):
         while deltas := await self.read():
             for delta in deltas:
                 yield delta
-        await self.result()
+        await _outcome(self._future)
 
     async def result(self) -> T:
         """What the verb gives. A caller that is cancelled closes the work itself."""
-        return self._then(await _outcome(self._future))
+        result = await _outcome(self._future)
+        self._settled = True
+        return self._then(result)
 
     async def cancel(self) -> bool:
         """End what is generated now, keeping the tokens so far; the result comes as ever.
@@ -149,8 +163,9 @@ class Work(Generic[T]):
         return await self._llm._call(lambda: task.cancel(self._llm._llm.engine))
 
     def close(self) -> None:
-        """Let go of it, done or not: nothing stays behind. Idempotent."""
-        if not self._future.done():
+        """Let go of it, done or not: nothing stays behind but a result that was taken. Idempotent."""
+        if not self._settled:
+            self._settled = True
             self._llm._send(lambda: self._llm._close(self._started.result()))
 
 
@@ -160,6 +175,10 @@ async def _outcome(future: Future[T]) -> T:
     # asyncio would log an error that nobody waits for any more.
     inner.add_done_callback(lambda done: done.cancelled() or done.exception())
     return await asyncio.shield(inner)
+
+
+def no_undo(result: object) -> None:
+    """For results that hold nothing."""
 
 
 def resolve(future: Future[Any], value: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable, Iterable, Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
 from ramet.engine.arguments import Prompt, check_count, checked_params, fields_of, params_of
@@ -359,3 +359,8 @@ class Branch:
         if isinstance(value, bool) or not least <= position <= len(self):
             raise InvalidInput(field, f"must be between {least} and {len(self)}, the branch's length", value)
         return position
+
+
+def prune_all(branches: Iterable[Branch]) -> None:
+    for branch in branches:
+        branch.prune()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ramet.engine.arguments import Prompt, check_either, check_int32, params_of, params_of_each, prompts_of
-from ramet.engine.branch import Branch
+from ramet.engine.branch import Branch, prune_all
 from ramet.engine.checks import check_bool, checked_list
 from ramet.engine.config import EngineConfig
 from ramet.engine.engine import LOCAL, Engine, Stats
@@ -302,7 +302,8 @@ class LLM:
         each = params_of_each(params, settings, len(branches))
         return (
             yield from together(
-                [branch._expanding(n, own, {}) for branch, own in zip(branches, each, strict=True)]
+                [branch._expanding(n, own, {}) for branch, own in zip(branches, each, strict=True)],
+                prune_all,
             )
         )
 

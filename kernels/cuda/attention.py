@@ -34,7 +34,11 @@ class GPUAttention:
         self._workspace = workspace
         is_decode = self._plan.query_lens == 1
         rows = np.flatnonzero(is_decode), np.flatnonzero(~is_decode)
-        self._decode = DecodeWork(self._plan, rows[0], workspace) if len(rows[0]) else None
+        if len(rows[0]):
+            self._decode = DecodeWork(self._plan, rows[0], workspace)
+        else:
+            self._decode = None
+            workspace.block_ids.forget()
         self._extend = ExtendWork(self._plan, rows[1], workspace) if len(rows[1]) else None
 
     def __call__(

@@ -38,8 +38,11 @@ def even_cut(num_tokens: IntArray, least: int, grain: int, num_slots: int) -> Cu
     cuts are tried: they leave less to wait for at the end.
     """
     share = int(num_tokens.sum()) / num_slots
+    longest = int(num_tokens.max(initial=0))
     found: list[tuple[float, Cut]] = []
     for finer in (1, 1.75, 3):
+        if found and longest < 1.5 * max(share / finer, least):
+            continue  # all stay whole, as they were
         trial = cut(num_tokens, least, grain, share / finer)
         if found and np.array_equal(trial.num_chunks, found[-1][1].num_chunks):
             continue

@@ -15,8 +15,8 @@ from torch import Tensor
 from ramet.kernels.cuda.attend import attend_kernel
 from ramet.kernels.cuda.merge import merge
 from ramet.kernels.cuda.tile import Tile, padded
+from ramet.kernels.cuda.upload import Upload
 from ramet.kernels.cuda.work import DecodeWork
-from ramet.kernels.cuda.workspace import Upload
 from ramet.kernels.options import AttentionOptions
 
 LOG2_E = 1.4426950408889634

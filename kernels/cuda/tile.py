@@ -49,6 +49,11 @@ class Tiles:
     dtype: torch.dtype
     capability: tuple[int, int]
 
+    @property
+    def narrow_rows(self) -> int:
+        """Query rows of a narrow tile: no tensor core takes fewer than 16."""
+        return max(16, _power_of_two(self.group))
+
     def narrow(self, beside_wide: bool = False, few: bool = False) -> Tile:
         """The tile of what is bound by memory: private segments, and shared ones with few query rows.
 
@@ -56,10 +61,9 @@ class Tiles:
         two stages, four CTAs. If they run beside a wide tile for long, with 96 registers two of them fit
         beside it, and five later on. If they are too `few` to fill the card, more loads ahead do help.
         """
-        rows = max(16, _power_of_two(self.group))
         # By their registers; masks of what is past a head take some, too.
         fit = 4 if self.head_dim == padded(self.head_dim) <= 128 else 3
-        tile = Tile(rows, self._tokens, 4, 2, masks_all=True, ctas_per_sm=fit)
+        tile = Tile(self.narrow_rows, self._tokens, 4, 2, masks_all=True, ctas_per_sm=fit)
         if few and tile.tokens >= 32:
             return replace(tile, tokens=tile.tokens // 2, num_stages=3)
         if beside_wide and self._can_cap:

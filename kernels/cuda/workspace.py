@@ -6,40 +6,19 @@ outgrows is replaced by one of at least twice the size.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy.typing as npt
 import torch
 
+from ramet.kernels.cuda.block_ids import BlockIds
 from ramet.kernels.cuda.tile import Tiles
+from ramet.kernels.cuda.upload import Upload
 from ramet.kernels.kv_pool import KVPool
 
 if TYPE_CHECKING:
     from ramet.kernels.cuda.work_list import WorkList
 
 ASSUMED_SMS = 132  # where there is no card: work lists made in tests
-SLACK = 256  # block ids that a kernel may read past the end of a list, without following them
-
-
-class Upload:
-    """An int32 array that the host writes and the device reads."""
-
-    def __init__(self, device: torch.device, numel: int) -> None:
-        self._device = device
-        self._allocate(numel)
-
-    def _allocate(self, numel: int) -> None:
-        self._staging = torch.zeros(numel, dtype=torch.int32, pin_memory=self._device.type == "cuda")
-        self._host = self._staging.numpy()
-        self.tensor = torch.zeros(numel, dtype=torch.int32, device=self._device)
-
-    def send(self, values: npt.NDArray[Any]) -> int:
-        """Copy `values` to the front, ordered before the launches that follow; returns their length."""
-        if values.size + SLACK > len(self._host):
-            self._allocate(2 * values.size + SLACK)
-        self._host[: values.size] = values.reshape(-1)
-        self.tensor[: values.size].copy_(self._staging[: values.size], non_blocking=True)
-        return len(values)
 
 
 class Workspace:
@@ -65,7 +44,7 @@ class Workspace:
         self.tokens, self.kv_lens, self.part_starts = (Upload(device, 1024) for _ in range(3))
         self.narrow_items, self.wide_items = Upload(device, 1 << 14), Upload(device, 1 << 14)
         self.merges = Upload(device, 1 << 12)
-        self.block_ids = Upload(device, 1 << 16)
+        self.block_ids = BlockIds(device)
         self.work_list: WorkList | None = None  # of the last step
         self.part_out = torch.empty((1, pool.head_dim), dtype=torch.float32, device=device)  # [P*H, D]
         self.part_lse = torch.empty(1, dtype=torch.float32, device=device)  # [P*H]

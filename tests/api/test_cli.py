@@ -96,6 +96,7 @@ def test_help_loads_nothing_heavy() -> None:
         (["demo", "--save-svg", "/no/such/folder/x.svg"], 2, "does not exist"),
         (["bench", "speed"], 2, "speed"),
         (["bench", "radix", "--plot", "x.png"], 2, "ramet bench memory"),
+        (["bench", "memory", "--plot", "/nowhere/x.png"], 2, "folder"),
         (["bench", "attention", "--device", "tpu"], 2, "cpu"),
         (["bench", "radix", "--device", "cuda"], 2, "bench attention"),
     ],

@@ -111,6 +111,17 @@ def test_arrays_are_taken_like_lists() -> None:
     assert [s[1:] for s in plan.segments] == [(0, 2, 0, 2)]
 
 
+def test_a_tree_is_folded_once_while_it_stays() -> None:
+    """Rows that grow leave it as it is; lengths that cut off what is shared do not."""
+    planner, tables = Planner(2, 0), [[0, 1, 2], [0, 1, 3]]
+    first, grown, shorter = (planner.plan(tables, [1, 1], [n, n], [0, 2]) for n in (5, 6, 3))
+    assert grown.segments is first.segments and grown.private_block0 is first.private_block0
+    assert [s[1:] for s in shorter.segments] == [(0, 2, 0, 1)]
+    assert shorter.private_block0.tolist() == [1, 1]
+    with pytest.raises(ValueError, match="read-only"):
+        first.private_block0[0] = 0
+
+
 @pytest.mark.parametrize(
     ("query_lens", "kv_lens", "shared"),
     [([0, 1], [1, 1], [0, 0]), ([2, 1], [1, 1], [0, 0]), ([1, 1], [1, 1], [1, 0]), ([1], [1, 1], [0, 0])],

@@ -55,6 +55,24 @@ def test_a_pool_keeps_its_workspace(no_rows: type[Any], case_of: Callable[..., A
     assert case.pool.workspaces[4] is workspace
 
 
+def test_a_row_that_was_extended_in_between_is_read_anew(device: str) -> None:
+    """Its table is the same object, and has changed by more than the last block."""
+    pool = KVPool(1, 8, 1, 16, 4, torch.float32, device, "block-major")
+    table = [0, 1, 2, 3]
+    for num_queries, kv_len in ((1, 15), (9, 15), (1, 16)):
+        if num_queries > 1:
+            table[1:] = [4, 5, 6]
+        plan = attention.planner(pool).plan([table], [num_queries], [kv_len], [0])
+        attention.attend(
+            attention.prepare(pool, plan, [-1] * num_queries),
+            0,
+            torch.zeros(num_queries, 2, 16, device=device),
+            *torch.zeros(2, num_queries, 1, 16, device=device),
+            0.25,
+        )
+    assert pool.workspaces[2].block_ids.tensor[:4].tolist() == table
+
+
 def test_an_engine_runs_on_it(tiny_module: Any, device: str) -> None:
     """The same tokens as on the CPU path: chunks, a fork, siblings side by side, copy-on-write."""
 
