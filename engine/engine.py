@@ -103,6 +103,7 @@ class Engine:
             self.abort(sequence)
         self.scheduler.remove(sequence)
         self.sequences.pop(sequence, None)
+        sequence.leave_stem()
         cursor, sequence.cursor = sequence.cursor, None
         if cursor is None:
             return 0
