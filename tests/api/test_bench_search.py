@@ -74,7 +74,7 @@ def test_the_report_takes_the_worst() -> None:
 
 
 def test_a_run_reports_every_workload_every_way(tiny_module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_search, "make", lambda name, seed, tiny: small(name, seed))
+    monkeypatch.setattr(bench_search, "VOCAB_SIZE", 512)
     report = bench_search.run(tiny_module, tiny=True)
     assert all(target.met for target in report.targets)
     assert {f"{name}_{way}_wall_s" for name in WORKLOADS for way in WAYS} <= report.metrics.keys()

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from ramet import search
+from ramet import AsyncBranch, search
+from ramet.api.async_client import AsyncBranch as RemoteBranch
 from ramet.api.search.tasks import all_of, to_the_end
 from tests.api.search.conftest import Place, letters, run, word_value
 
@@ -177,6 +178,18 @@ def test_counts_are_of_tokens(place: Place) -> None:
             return await tree.found(child)
 
     run(place, scored)
+
+
+def test_both_kinds_of_branches_have_the_verbs() -> None:
+    """As the type checker sees it, and by name."""
+
+    def searched(here: AsyncBranch, there: RemoteBranch) -> tuple[search.Branch, search.Branch]:
+        return here, there
+
+    verbs = {name for name in vars(search.Branch) if not name.startswith("_")}
+    assert {"fork", "extend", "expand", "score", "release", "prune"} <= verbs
+    for kind in (AsyncBranch, RemoteBranch):
+        assert verbs - {"output"} <= set(dir(kind))
 
 
 def test_a_seed_is_one_for_the_search(place: Place) -> None:
