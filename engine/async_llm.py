@@ -178,6 +178,10 @@ class AsyncLLM:
         """See LLM.stats."""
         return await self._call(self._llm.stats)
 
+    async def reset_prefix_cache(self, of: Callable[[Hashable], bool] = lambda namespace: True) -> int:
+        """See LLM.reset_prefix_cache; `of` says of which namespaces. It is called on the engine's thread."""
+        return await self._call(lambda: self._llm.engine.reset_prefix_cache(of))
+
     async def look(self, branches: Seq[AsyncBranch]) -> list[BranchLook]:
         """What each of these branches holds now, all at one moment."""
         inner = self._llm._checked(_inner(branches))

@@ -76,6 +76,14 @@ async def render(body: ChatRequest, request: Request) -> dict[str, Any]:
     return {"prompt": state.text.decode(prompt), "prompt_token_ids": prompt}
 
 
+@router.post("/v1/admin/reset_prefix_cache")
+async def reset_prefix_cache(request: Request) -> dict[str, Any]:
+    """Forget what was computed of this tenant's prompts; its idle branches compute their tokens again."""
+    engine = state_of(request).engine
+    freed = await engine.reset_prefix_cache(tenant_of(request).owns)
+    return {"object": "prefix_cache.reset", "freed_blocks": freed, "freed_bytes": freed * engine.block_nbytes}
+
+
 @router.post("/v1/requests/{request_id}/cancel")
 async def cancel(request_id: str, request: Request) -> dict[str, Any]:
     """End what runs under the x-request-id that this client sent or was given; tokens so far are kept."""
