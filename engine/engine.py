@@ -115,9 +115,10 @@ class Engine:
         return self.cache.pool.num_free - free
 
     def reset_prefix_cache(self, of: Callable[[Hashable], bool]) -> int:
-        """Forget what was computed in these namespaces, as after a change of weights; returns the blocks freed.
+        """Forget what was computed in these namespaces, as after a change of weights.
 
         Idle branches keep their tokens and compute them again. What runs keeps its blocks, and goes on.
+        Returns the blocks freed.
         """
         free = self.cache.pool.num_free
         for sequence in self.sequences:

@@ -142,7 +142,7 @@ class PrefixCache:
         return needed <= available
 
     def forget(self, namespace: Hashable) -> int:
-        """Free at once what is cached in a namespace and no live branch holds, and forget what is known of it.
+        """Free at once what is cached in a namespace and no live branch holds; its log-probabilities go, too.
 
         Parked branches keep their tokens. Returns how many blocks were freed. O(nodes of the namespace).
         """

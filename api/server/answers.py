@@ -19,7 +19,7 @@ from ramet.api.server.schemas import GenerationRequest
 from ramet.api.server.sse import DONE, EventStream, JsonResponse, error_event, event, unless_gone
 from ramet.api.server.state import State, request_id_of
 from ramet.engine.async_work import Work
-from ramet.engine.outputs import Delta, Output
+from ramet.engine.outputs import Choice, Delta, Output
 from ramet.engine.sampler import TokenLogprob
 
 LOWEST = -9999.0  # stands for minus infinity, which JSON has not
@@ -134,8 +134,8 @@ class Answer(ABC):
         return shown
 
 
-def finish_reason(delta: Delta) -> str | None:
-    return "cancelled" if delta.finish_reason == "abort" else delta.finish_reason
+def finish_reason(ended: Delta | Choice) -> str | None:
+    return "cancelled" if ended.finish_reason == "abort" else ended.finish_reason
 
 
 def finite(logprob: float) -> float:

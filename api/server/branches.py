@@ -160,7 +160,7 @@ async def generate(branch_id: str, body: GenerateRequest, request: Request) -> R
     context = _context(request)
     entry = context.store.get(branch_id)
     if body.stream:
-        return await branch_generate.stream(context, entry, body, request)
+        return await branch_generate.stream(context, entry, body)
     work = branch_generate.generate(context, entry, body)
     if body.on_disconnect == "continue":
         work = context.state.detached(work)
