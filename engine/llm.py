@@ -99,6 +99,13 @@ class LLM:
         """Counters since the start, and what the pages hold now."""
         return self.engine.stats()
 
+    def reset_prefix_cache(self) -> int:
+        """Forget what was computed so far, as after a change of weights; returns the blocks freed.
+
+        Idle branches keep their tokens and compute them again. What runs keeps its blocks, and goes on.
+        """
+        return self.engine.reset_prefix_cache(lambda namespace: True)
+
     def on_step(self, listener: Callable[[], object]) -> Callable[[], None]:
         """Call `listener` after each step of the engine, for progress bars and live views.
 
