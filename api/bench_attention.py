@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -139,12 +140,12 @@ def _compare(setting: Setting) -> Comparison:
     return Comparison(way, unshared * 1e3, mine * 1e3, median(a / b for a, b in pairs))
 
 
-def run(device: str = "cpu") -> Report:
+def run(device: str = "cpu", plot: Path | None = None) -> Report:
     """On a CPU: 16 rows on 2,048 shared and 128 private tokens, 32 query, 8 KV heads of 128, one thread."""
     if device == "cuda":
         from ramet.api import bench_attention_cuda
 
-        return bench_attention_cuda.run()
+        return bench_attention_cuda.run(plot)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

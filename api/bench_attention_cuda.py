@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from statistics import geometric_mean, median
 
 import numpy as np
@@ -22,6 +23,7 @@ from ramet.api import bench_attention_cases as cases, bench_extend_cuda, bench_w
 from ramet.api.bench import Report
 from ramet.api.bench_attention_cases import TREES, UNSHARED, Case, case, even_tree, random_tree
 from ramet.api.bench_attention_peers import PEERS, Inputs, Layer, installed
+from ramet.api.bench_attention_plot import plot_report
 from ramet.api.cuda_timing import Timer, copy_gb_s, matmul_tflop_s, read_gb_s
 from ramet.kernels.cuda.decode import decode
 from ramet.kernels.cuda.work import DecodeWork, planner
@@ -319,7 +321,7 @@ def _free() -> None:
     torch.cuda.empty_cache()
 
 
-def run() -> Report:
+def run(plot: Path | None = None) -> Report:
     """Decode attention in the shape of Llama 3 8B (32 query heads, 8 KV heads of 128, bf16), a layer."""
     # Memory that plain cudaMalloc hands out a second time is often 13 to 15 % slower.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
@@ -338,4 +340,6 @@ def run() -> Report:
     bench_writes_cuda.measure(bench.timer, bench.report)
     bench_extend_cuda.measure(bench.timer, bench.report)
     bench.targets()
+    if plot is not None:
+        plot_report(bench.metrics, plot, list(UNSHARED), list(TREES))
     return bench.report

@@ -10,6 +10,7 @@ import math
 import sys
 import time
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from rich.table import Table
 
@@ -27,30 +28,29 @@ _SLOWER = 4.0  # the latency at which all are compared, over that of requests th
 
 @dataclass(frozen=True)
 class Settings:
-    num_requests: int = 160  # enough that the pool is full for most of a trace
+    num_requests: int = 320  # enough that a rate that is too high shows in the latency
     reserves: tuple[Reserve, ...] = RESERVES
-    num_searched: int = 5  # rates that are tried for each way, after its capacity is known
+    num_searched: int = 4  # rates that are tried for each way, after its capacity is known
     time_s: float = 13 * 60.0
 
 
 @dataclass
 class Measured:
     target: float = 0.0  # seconds for each output token
+    mean_output: float = 0.0  # tokens of a request
     alone: float = 0.0
     capacity: dict[Reserve, float] = field(default_factory=dict)  # requests a second, all offered at once
     served: dict[Reserve, list[Served]] = field(default_factory=dict)
 
-    def at_target(self, reserve: Reserve) -> tuple[float, float]:
-        """(rate, tokens a second) at the target latency, between the nearest two measured rates."""
+    def at_target(self, reserve: Reserve) -> float:
+        """Requests a second at the target latency, between the nearest two measured rates."""
         below, above = self.sides(reserve)
         if not below or not above:
-            nearest = below[-1] if below else above[0]
-            return nearest.rate, nearest.tokens_per_s
+            return (below[-1] if below else above[0]).rate
         low, high = below[-1], next((one for one in above if one.rate > below[-1].rate), above[-1])
         span = math.log(high.latency) - math.log(low.latency)
         part = (math.log(self.target) - math.log(low.latency)) / span
-        rate = low.rate + part * (high.rate - low.rate)
-        return rate, low.tokens_per_s + part * (high.tokens_per_s - low.tokens_per_s)
+        return low.rate + part * (high.rate - low.rate)
 
     def sides(self, reserve: Reserve) -> tuple[list[Served], list[Served]]:
         """The runs that were as fast as asked, and those that were slower, each by rate."""
@@ -79,15 +79,16 @@ def measure(llm: LLM, step: Step, settings: Settings) -> Measured:
     start = time.monotonic()
     measured = Measured()
     arrivals = trace(settings.num_requests, 1, llm.engine.vocab_size)
+    measured.mean_output = fmean(arrival.num_output for arrival in arrivals)
     serve(llm, arrivals[:3], "paged", 1.0, step)  # the first steps are slow
     measured.alone = serve(llm, arrivals[:8], "paged", 1e-6, step).latency
     measured.target = _SLOWER * measured.alone
     _say(f"one by one {measured.alone * 1e3:.0f} ms a token; compared at {measured.target * 1e3:.0f} ms")
     longest = 0.0
     for reserve in settings.reserves:
-        at_once = serve(llm, arrivals, reserve, 1e9, step)
-        capacity = at_once.tokens_per_s * len(arrivals) / sum(a.num_output for a in arrivals)
-        measured.capacity[reserve], measured.served[reserve] = capacity, []
+        at_once = serve(llm, arrivals[: settings.num_requests // 3], reserve, 1e9, step)
+        measured.capacity[reserve] = at_once.tokens_per_s / measured.mean_output
+        measured.served[reserve] = []
     for turn in range(settings.num_searched):  # in turns, so that a neighbour's load hits all ways
         for reserve in settings.reserves:
             before = time.monotonic()
@@ -110,7 +111,8 @@ def report_of(measured: Measured) -> Report:
     for column in ("requests/s", "tokens/s", "running", "preemptions"):
         table.add_column(column, justify="right")
     for reserve in measured.served:
-        rate, tokens = measured.at_target(reserve)
+        rate = measured.at_target(reserve)
+        tokens = rate * measured.mean_output  # at a latency that does not grow, as much leaves as comes
         report.metrics[f"{reserve}_requests_per_s"] = rate
         report.metrics[f"{reserve}_tokens_per_s"] = tokens
         report.metrics[f"{reserve}_bracketed"] = float(all(measured.sides(reserve)))

@@ -253,7 +253,7 @@ def bench(
     name: Annotated[Bench, typer.Argument(help="What to measure.")],
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, last on stdout.")] = False,
     device: Annotated[str, typer.Option(help="For attention: where it runs, cpu or cuda.")] = "cpu",
-    plot: Annotated[Path | None, typer.Option(help="For memory: also write a picture, a PNG.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="For memory, attention on cuda: a PNG.")] = None,
 ) -> None:
     """Measure, and hold the numbers against their targets.
 
@@ -272,8 +272,11 @@ def bench(
       ramet bench attention --device cpu --json | tail -1 | python -m json.tool
       ramet bench memory --plot memory.png
     """
-    if plot is not None and name is not Bench.memory:
-        raise typer.BadParameter("is for `ramet bench memory`", param_hint="--plot")
+    if plot is not None and (name, device) not in ((Bench.memory, "cpu"), (Bench.attention, "cuda")):
+        of = "`ramet bench memory` and `ramet bench attention --device cuda`"
+        raise typer.BadParameter(f"is for {of}", param_hint="--plot")
+    if plot is not None and not plot.absolute().parent.is_dir():
+        raise typer.BadParameter(f"the folder of {plot} does not exist", param_hint="--plot")
     if device not in ("cpu", "cuda"):
         raise typer.BadParameter("is cpu or cuda", param_hint="--device")
     if device == "cuda" and name is not Bench.attention:
@@ -301,7 +304,7 @@ def _measure(name: Bench, device: str, plot: Path | None) -> Report:
         case Bench.attention:
             from ramet.api import bench_attention
 
-            return bench_attention.run(device)
+            return bench_attention.run(device, plot)
         case Bench.memory:
             from ramet.api import bench_memory
 

@@ -31,7 +31,10 @@ def parse_memory(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", text.strip().lower())
     if match is None or (match[3] and not match[2]):
         raise typer.BadParameter(f"{text!r} is no size like 80GB or 24GiB", param_hint="--memory")
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** _UNITS[match[2]])
+    size = float(match[1]) * (1024 if match[3] else 1000) ** _UNITS[match[2]]
+    if size >= 2**63:
+        raise typer.BadParameter(f"{text[:20]!r} is beyond what 64 bits address", param_hint="--memory")
+    return int(size)
 
 
 def plan(

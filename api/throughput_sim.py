@@ -35,7 +35,7 @@ class Served:
 
     rate: float  # requests a second that were offered
     latency: float  # mean of (end - arrival) / output tokens, seconds
-    tokens_per_s: float  # output tokens while requests come, without the first quarter of that time
+    tokens_per_s: float  # output tokens, from the first arrival to the last end
     mean_running: float  # requests in a step
     num_preemptions: int
 
@@ -71,7 +71,6 @@ def serve(llm: LLM, arrivals: list[Arrival], reserve: Reserve, rate: float, step
     waiting = deque(arrivals)
     running: dict[Generation, Arrival] = {}
     latencies, busy, clock = [], [], 0.0
-    generated = [(0.0, engine.num_generated_tokens)]  # in all, by the end of each step
     while waiting or running:
         if not running:
             clock = max(clock, waiting[0].after / rate)  # nothing to do: the time passes by itself
@@ -80,7 +79,6 @@ def serve(llm: LLM, arrivals: list[Arrival], reserve: Reserve, rate: float, step
             running[_submit(llm, arrival)] = arrival
         clock += step()
         busy.append(len(engine.scheduler.running))
-        generated.append((clock, engine.num_generated_tokens))
         for generation in [one for one in running if one.finished]:
             arrival = running.pop(generation)
             latencies.append((clock - arrival.after / rate) / arrival.num_output)
@@ -88,21 +86,10 @@ def serve(llm: LLM, arrivals: list[Arrival], reserve: Reserve, rate: float, step
     return Served(
         rate,
         fmean(latencies),
-        _rate_between(generated, arrivals[-1].after / rate / 4, arrivals[-1].after / rate),
+        sum(arrival.num_output for arrival in arrivals) / clock,
         fmean(busy),
         engine.scheduler.num_preemptions - preemptions,
     )
-
-
-def _rate_between(counts: list[tuple[float, int]], start: float, end: float) -> float:
-    """How fast a count grew between two times. Over all of it where they are too near to each other to say.
-
-    How long the last requests take, alone, says nothing about a stream of them, nor do the first.
-    """
-    inside = [one for one in counts if start <= one[0] <= end]
-    used = inside if len(inside) >= 10 else counts
-    (time0, count0), (time1, count1) = used[0], used[-1]
-    return (count1 - count0) / (time1 - time0)
 
 
 def _submit(llm: LLM, arrival: Arrival) -> Generation:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Sequence as Seq
 from typing import Any, TypeAlias
 
-from ramet.engine.checks import checked_list
+from ramet.engine.checks import check_int, checked_list, plain
 from ramet.engine.errors import InvalidInput
 from ramet.engine.sampling_params import SamplingParams
 
@@ -48,8 +48,7 @@ def params_of_each(
 
 
 def check_int32(field: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not -(2**31) <= value < 2**31:
-        raise InvalidInput(field, "must be a whole number of 32 bits", value)
+    check_int(field, value, -(2**31), 2**31 - 1)
 
 
 def fields_of(params: SamplingParams) -> dict[str, Any]:
@@ -60,12 +59,11 @@ def prompts_of(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
     """One prompt, or several, as a list: a list of numbers is one prompt of token ids."""
     if isinstance(prompts, str):
         return [prompts]
-    many = checked_list("prompt", prompts, "token ids, a text, or a list of these")
-    if many and not all(isinstance(one, (str, Seq)) for one in many):
+    many = [plain(one) for one in checked_list("prompt", prompts, "token ids, a text, or a list of these")]
+    if many and not all(isinstance(one, Iterable) for one in many):
         return [many]
     return many
 
 
 def check_count(field: str, n: object) -> None:
-    if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= 1 << 16:
-        raise InvalidInput(field, f"must be between 1 and {1 << 16}", n)
+    check_int(field, n, 1, 1 << 16)

@@ -15,9 +15,9 @@ from typing import Any, TypeAlias
 
 from ramet.engine.arguments import Prompt
 from ramet.engine.branch import Branch
-from ramet.engine.checks import checked_list
+from ramet.engine.checks import check_int, checked_list
 from ramet.engine.engine import Stats
-from ramet.engine.errors import InvalidInput, RametError
+from ramet.engine.errors import RametError
 from ramet.engine.llm import LLM
 from ramet.engine.operation import Operation, T
 from ramet.engine.outputs import Choice, Delta, Output, Score
@@ -40,6 +40,7 @@ class _Task:
         self.operation = operation
         self.future = future
         self.runs: list[Run] = []
+        self.result: Any = None
 
     def advance(self) -> bool:
         """Go on if all runs have finished; True when the operation has ended."""
@@ -48,6 +49,7 @@ class _Task:
             try:
                 waits_for = next(self.operation) if error is None else self.operation.throw(error)
             except StopIteration as stop:
+                self.result = stop.value
                 _resolve(self.future, stop.value)
                 return True
             except BaseException as failure:
@@ -133,8 +135,7 @@ class AsyncLLM:
 
         What came since the last read is one Delta a choice, so a slow reader costs no memory.
         """
-        if isinstance(max_unread, bool) or not isinstance(max_unread, int) or max_unread < 1:
-            raise InvalidInput("max_unread", "must be >= 1", max_unread)
+        check_int("max_unread", max_unread, 1, None)
         stream = await self._call(lambda: self._open(prompt, params, settings, max_unread))
         try:
             while True:
@@ -196,15 +197,21 @@ class AsyncLLM:
     async def _call(self, function: Callable[[], T]) -> T:
         """Run `function` between two steps and return what it returns."""
         future: Future[T] = Future()
+        results: list[T] = []
 
         def command() -> None:
             try:
-                _resolve(future, function())
+                results.append(function())
+                _resolve(future, results[0])
             except BaseException as failure:
                 _reject(future, failure)
 
         self._send(command, future)
-        return await asyncio.wrap_future(future)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            self._send(lambda: self._drop(results))
+            raise
 
     async def _run(self, start: Callable[[], Operation[T]]) -> T:
         """Drive an operation beside all others; a caller that is cancelled closes it."""
@@ -213,8 +220,8 @@ class AsyncLLM:
 
         def command() -> None:
             task = _Task(start(), future)
+            tasks.append(task)
             if not future.cancelled() and not task.advance():
-                tasks.append(task)
                 self._tasks.append(task)
 
         def cancel() -> None:
@@ -222,6 +229,7 @@ class AsyncLLM:
                 if task in self._tasks:
                     self._tasks.remove(task)
                     task.operation.close()
+                self._drop(task.result)
 
         self._send(command, future)
         try:
@@ -278,6 +286,16 @@ class AsyncLLM:
         if stream in self._streams:
             self._streams.remove(stream)
             stream.reader.close()
+
+    def _drop(self, result: object) -> None:
+        """Let go of what was made for a caller who was cancelled before it came."""
+        if isinstance(result, Branch):
+            result.prune()
+        elif isinstance(result, _Stream):
+            self._shut(result)
+        elif isinstance(result, list):
+            for one in result:
+                self._drop(one)
 
     def _end(self, error: BaseException) -> None:
         """The thread stops: whoever still waits gets `error`, also those whose message was not taken."""

@@ -80,15 +80,19 @@ def build_engine(
     if num_blocks is None:
         num_blocks = _fitting_blocks(bytes_per_block, loaded.device)
     config = EngineConfig(num_blocks=num_blocks, max_model_len=shape.max_model_len, **settings)
-    pool = KVPool(
-        shape.num_layers,
-        num_blocks,
-        shape.num_kv_heads,
-        shape.head_dim,
-        block_size,
-        loaded.dtype,
-        loaded.device,
-    )
+    try:
+        pool = KVPool(
+            shape.num_layers,
+            num_blocks,
+            shape.num_kv_heads,
+            shape.head_dim,
+            block_size,
+            loaded.dtype,
+            loaded.device,
+        )
+    except (OSError, OverflowError, torch.OutOfMemoryError) as error:
+        size = f"{num_blocks * bytes_per_block} bytes"
+        raise InvalidInput("num_blocks", f"must fit into memory: these take {size}", num_blocks) from error
     return Engine(
         ModelRunner(loaded, pool),
         config,

@@ -42,8 +42,14 @@ def check_bool(field: str, value: object) -> None:
         raise InvalidInput(field, "must be true or false", value)
 
 
+def plain(value: object) -> Any:
+    """An array or a number of numpy or torch as Python's own lists and numbers; anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") and not isinstance(value, type) else value
+
+
 def checked_list(field: str, value: object, what: str) -> list[Any]:
     """Any iterable as a list, but a text, bytes or a mapping: their items are not what a caller means."""
+    value = plain(value)
     if isinstance(value, (str, bytes, bytearray, Mapping)) or not isinstance(value, Iterable):
         raise InvalidInput(field, f"must be a list of {what}", value)
     return list(value)

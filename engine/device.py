@@ -19,7 +19,7 @@ def pick_device(device: str | torch.device) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         picked = torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise InvalidInput("device", 'must be "auto", "cpu", or "cuda" or "cuda:0"', device) from error
     if picked.type not in _TYPES:
         raise InvalidInput("device", 'must be "auto", "cpu", or "cuda" or "cuda:0"', device)

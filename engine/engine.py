@@ -327,7 +327,17 @@ class Engine:
         failure = StepFailed(f"the step failed: {type(error).__name__}: {error}")
         failure.__cause__ = error
         sequence.run.fail(failure)
+        if isinstance(error, BadLogits):
+            self._forget_pages(sequence)
         self._end(sequence)
+
+    def _forget_pages(self, sequence: Sequence) -> None:
+        """Let nobody find what the sequence computed. Bad numbers spread to the tokens before them as well:
+        hidden ones have weight 0, and 0 times infinity is no number."""
+        cursor, sequence.cursor = sequence.cursor, None
+        if cursor is not None:
+            cursor.base = 0
+            cursor.prune()
 
     def _end_at_once(self) -> bool:
         """End what the scheduler found to need no step, or to be beyond help; says if there was any."""

@@ -56,7 +56,7 @@ class FusedLlama:
         self.windows = [asked.window for asked in options]
         self._embed: Tensor = module.model.embed_tokens.weight.detach()  # [V, C]
         self._rotary = module.model.rotary_emb
-        onednn_from = rows_for_onednn(self._embed.dtype)
+        onednn_from = rows_for_onednn(self._embed)
         self._layers: list[_Layer] = []
         for layer, asked in zip(module.model.layers, options, strict=True):
             self._layers.append(_Layer(layer, asked, onednn_from))

@@ -99,9 +99,11 @@ def join_linears(linears: Sequence[Any], onednn_from: int | None = None) -> Line
     return result
 
 
-def rows_for_onednn(dtype: torch.dtype) -> int | None:
-    """From how many rows on oneDNN multiplies bfloat16 faster than our own kernel here; None if never."""
-    return _measured_rows(torch.get_num_threads()) if dtype == torch.bfloat16 else None
+def rows_for_onednn(weight: Tensor) -> int | None:
+    """From how many rows on oneDNN is faster than our own kernel for weights like this one; None if never."""
+    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
+        return None
+    return _measured_rows(torch.get_num_threads())
 
 
 @functools.lru_cache(maxsize=4)
@@ -115,18 +117,15 @@ def _measured_rows(num_threads: int) -> int | None:
     for rows in _TRIED_ROWS:
         x = torch.rand(rows, _TRIED_SHAPE[0]).bfloat16()
         # In turn, and the best of several: a neighbour's load only ever adds.
-        pairs = [
-            (_seconds(lambda: own.plain(x)), _seconds(lambda: _multiply(x, packed, None)))  # noqa: B023
-            for _ in range(6)
-        ]
+        pairs = [(_seconds(own.plain, x), _seconds(_multiply, x, packed, None)) for _ in range(6)]
         if min(pair[0] for pair in pairs) > _WORTH_IT * min(pair[1] for pair in pairs):
             return rows
     return None
 
 
-def _seconds(work: Callable[[], object]) -> float:
+def _seconds(multiply: Callable[..., Tensor], *arguments: Tensor | None) -> float:
     start = time.perf_counter()
-    work()
+    multiply(*arguments)
     return time.perf_counter() - start
 
 

@@ -293,7 +293,8 @@ class LLM:
         each = params_of_each(params, settings, len(branches))
         return (
             yield from together(
-                [branch._expanding(n, own, {}) for branch, own in zip(branches, each, strict=True)]
+                [branch._expanding(n, own, {}) for branch, own in zip(branches, each, strict=True)],
+                lambda children: [child.prune() for child in children],
             )
         )
 

@@ -82,8 +82,11 @@ def _shape_of(config: Any, name: str, max_model_len: int | None) -> ModelShape:
             raise UnsupportedModel(name, f"its configuration does not say how many {field} it has")
     assert isinstance(num_heads, int) and isinstance(num_layers, int), "just checked"
     assert isinstance(limit, int), "just checked"
-    if max_model_len is not None and not 1 <= max_model_len <= limit:
-        raise InvalidInput("max_model_len", f"must be between 1 and the model's own {limit}", max_model_len)
+    if max_model_len is not None:
+        is_whole = isinstance(max_model_len, int) and not isinstance(max_model_len, bool)
+        if not is_whole or not 1 <= max_model_len <= limit:
+            field, rule = "max_model_len", f"must be between 1 and the model's own {limit}"
+            raise InvalidInput(field, rule, max_model_len)
     num_kv_heads = getattr(config, "num_key_value_heads", None)
     head_dim = getattr(config, "head_dim", None)
     return ModelShape(

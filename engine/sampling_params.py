@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ramet.engine.checks import (
     check_bool,
@@ -28,6 +29,10 @@ MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 MAX_PENALTY = 2.0
 _MIN_SEED, _MAX_SEED = -(2**63), 2**64 - 1
 _MASK = 2**64 - 1
+_WHOLE = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
+_REAL = (
+    "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +120,7 @@ class SamplingParams:
 
     def _freeze(self) -> None:
         """Check and copy what a caller could change after it was checked."""
-        frozen = {
+        frozen: dict[str, Any] = {
             "stop": checked_strings("stop", self.stop, MAX_STOP_STRINGS),
             "stop_token_ids": checked_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS),
             "logit_bias": checked_biases("logit_bias", self.logit_bias, MAX_BIASES, MAX_BIAS),
@@ -128,6 +133,10 @@ class SamplingParams:
             )
             if not set(allowed) - set(frozen["banned_token_ids"]):
                 raise InvalidInput("allowed_token_ids", "must hold a token that is not banned")
+        # Numbers may have come as numpy's, whose arithmetic overflows where Python's does not.
+        for fields, kind in ((_WHOLE, int), (_REAL, float)):
+            given = {field: getattr(self, field) for field in fields}
+            frozen |= {field: kind(value) for field, value in given.items() if value is not None}
         for field, value in frozen.items():
             object.__setattr__(self, field, value)
 

@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ramet.engine.checks import checked_list
+from ramet.engine.checks import checked_list, plain
 from ramet.engine.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -30,14 +30,11 @@ def validate_token_ids(token_ids: object, vocab_size: int, field: str) -> list[i
     """The ids as plain ints; raises InvalidInput, naming ``field``, for one outside of the vocabulary."""
     limit = f"must hold token ids between 0 and {vocab_size - 1}"
     checked: list[int] = []
-    for token_id in checked_list(field, token_ids, "token ids"):
-        # A bool is an int to Python, and numpy's integers are not.
-        if isinstance(token_id, bool) or not hasattr(token_id, "__index__"):
+    for token_id in map(plain, checked_list(field, token_ids, "token ids")):
+        # A bool is an int to Python.
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
             raise InvalidInput(field, limit, token_id)
-        number = token_id.__index__()
-        if not 0 <= number < vocab_size:
-            raise InvalidInput(field, limit, token_id)
-        checked.append(number)
+        checked.append(token_id)
     return checked
 
 
@@ -193,12 +190,6 @@ class IncrementalDetokenizer:
         """The text still held, with U+FFFD for a character that will not be completed now."""
         return self._release(self._decode(self._window), len(self._window))
 
-    def fork(self) -> IncrementalDetokenizer:
-        """A copy that goes on by itself."""
-        other = copy.copy(self)
-        other._window = list(self._window)
-        return other
-
     def _release_settled(self, text: str) -> str:
         """Return what can no longer change of a long run of stray bytes, so that the window stays short."""
         split = len(self._window) - _MAX_OPEN_TOKENS
@@ -253,10 +244,6 @@ class StopChecker:
         """The text held back, for a generation that ends without a stop string."""
         held, self._held = self._held, ""
         return held
-
-    def fork(self) -> StopChecker:
-        """A copy that goes on by itself."""
-        return copy.copy(self)
 
     def _first_possible_start(self, text: str) -> int:
         for start in range(max(0, len(text) - self._longest + 1), len(text)):

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import torch
 
+from ramet.kernels.user_cache import user_cache_dir
+
 log = logging.getLogger("ramet")
 
 SWITCH = "RAMET_NATIVE"  # 0 turns the C kernels off
@@ -36,19 +38,14 @@ class Unavailable(Exception):
 def library() -> ctypes.CDLL | None:
     """The compiled kernels, or None where they cannot be had; the log says why.
 
-    The first call compiles for a second or two, unless an earlier process did; the result lies in the user's
-    cache directory under a name that the sources, the compiler and the processor determine.
+    The first call compiles for some seconds, unless an earlier process did; the result lies in the user's
+    cache directory under a name that the sources, the compiler, the processor and its own bytes determine.
     """
     try:
-        return ctypes.CDLL(str(_built(_cache_dir())))
-    except (Unavailable, OSError) as error:
+        return ctypes.CDLL(str(_built(user_cache_dir())))
+    except (Unavailable, OSError, RuntimeError) as error:  # the last one: a user without a home
         log.info("C kernels are not used: %s; torch's operators take their place, more slowly", error)
         return None
-
-
-def _cache_dir() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "ramet"
 
 
 def _built(folder: Path) -> Path:
@@ -61,21 +58,33 @@ def _built(folder: Path) -> Path:
     if compiler is None:
         raise Unavailable(f"no C compiler found (looked for {', '.join(_COMPILERS)})")
     runtime = _openmp_runtime()
-    library_path = folder / f"kernels-{_identity(compiler, runtime)}.so"
-    if not library_path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".tmp-") as work:
-            built = _compile(compiler, runtime, Path(work))
-            os.replace(built, library_path)  # another process may have been as quick: either is good
-    return library_path
+    identity = _identity(compiler, runtime)
+    for kept in folder.glob(_name(identity, "*")):
+        if kept.name == _name(identity, _digest(kept)):  # a damaged one would end the process
+            return kept
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".tmp-") as work:
+        built = _compile(compiler, runtime, Path(work))
+        path = folder / _name(identity, _digest(built))
+        os.replace(built, path)  # another process may have been as quick: either is good
+    return path
+
+
+def _name(identity: str, digest: str) -> str:
+    return f"kernels-{identity}-{digest}.so"
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def _openmp_runtime() -> str:
     """The OpenMP runtime that torch has loaded: with a second one, two teams would fight for the cores."""
     torch.get_num_threads()
-    for line in Path("/proc/self/maps").read_text().splitlines():
+    # Any file may be mapped, under a name in any encoding.
+    for line in os.fsdecode(Path("/proc/self/maps").read_bytes()).splitlines():
         path = line.split(maxsplit=5)[-1]
-        if "/libgomp" in path:
+        if os.path.basename(path).startswith("libgomp"):
             return path
     raise Unavailable("torch runs without GNU OpenMP")
 
@@ -108,7 +117,9 @@ def _compile(compiler: str, runtime: str, work: Path) -> Path:
 
 def _run(command: list[str]) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, check=True)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=_PATIENCE_S, check=True
+        )
     except subprocess.CalledProcessError as error:
         raise Unavailable(f"{command[0]} failed: {error.stderr.strip()[-500:]}") from error
     except subprocess.TimeoutExpired as error:

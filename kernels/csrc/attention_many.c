@@ -32,6 +32,9 @@ typedef struct {
     Lanes lanes[MAX_GROUPS];
 } Scratch;
 
+/* Not on the stack, which a caller's thread may have little of. */
+static _Thread_local Scratch scratch;
+
 /* Transpose a square: swap, for blocks of 1, 2, 4 and 8, those off the diagonal. */
 static void transpose(floats x[LANES])
 {
@@ -229,7 +232,6 @@ INLINE void attend_tiles(const Job *job, const int is_half)
     const Task *task = job->task;
     int64_t head_dim = job->step->head_dim, stride = num_vectors(head_dim) * LANES;
     int64_t num_queries = task->query1 - task->query0, num_groups = (num_queries + LANES - 1) / LANES;
-    Scratch scratch;
     int64_t begin = task->num_slots, end = 0;
     for (int64_t g = 0; g < num_groups; g++) {
         int64_t left = num_queries - g * LANES;

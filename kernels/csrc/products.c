@@ -24,8 +24,8 @@ typedef bits panel_row;
             __builtin_prefetch((const char *)(w + k) + AHEAD);                                            \
             floats low = (floats)(w[k] << 16), high = (floats)(w[k] & 0xffff0000u);                       \
             for (int r = 0; r < R; r++) {                                                                 \
-                s[r][0] += x[r * stride + k] * low;                                                                \
-                s[r][1] += x[r * stride + k] * high;                                                               \
+                s[r][0] += x[r * stride + k] * low;                                                       \
+                s[r][1] += x[r * stride + k] * high;                                                      \
             }                                                                                             \
         }                                                                                                 \
         memcpy(sums, s, sizeof s);                                                                        \
@@ -91,6 +91,8 @@ void ramet_multiply(const uint16_t *x, int source, const float *norm, float eps,
                     const float *bias, const uint16_t *residual, uint16_t *out, float *scratch, long M, long K,
                     long N)
 {
+    if (!M)
+        return;
     long num_tiles = (M + MAX_TILE - 1) / MAX_TILE;
     long height = (M + num_tiles - 1) / num_tiles;
 #pragma omp parallel

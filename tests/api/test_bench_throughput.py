@@ -70,7 +70,7 @@ def test_traces_are_the_same_for_the_same_seed() -> None:
 )
 def test_paging_wins_where_rows_are_cheap(a_token: float, num_requests: int, bracketed: bool) -> None:
     llm = LLM(ScriptedModel(lambda past: 1), num_blocks=123, block_size=16, max_model_len=MAX_LEN)
-    settings = Settings(num_requests=num_requests, reserves=("max", "paged"))
+    settings = Settings(num_requests=num_requests, num_searched=5, reserves=("max", "paged"))
     report = report_of(measure(llm, costing(llm, 0.03, a_token), settings))
     assert report.metrics["paged_over_max"] > 2
     # Cheap rows take the whole trace at once within the latency: what is reported then is a lower bound.

@@ -96,6 +96,7 @@ def test_help_loads_nothing_heavy() -> None:
         (["demo", "--save-svg", "/no/such/folder/x.svg"], 2, "does not exist"),
         (["bench", "speed"], 2, "speed"),
         (["bench", "radix", "--plot", "x.png"], 2, "ramet bench memory"),
+        (["bench", "memory", "--plot", "/nowhere/x.png"], 2, "folder"),
         (["bench", "attention", "--device", "tpu"], 2, "cpu"),
         (["bench", "radix", "--device", "cuda"], 2, "bench attention"),
     ],
@@ -137,7 +138,7 @@ def test_a_bug_keeps_its_trace(ramet: Run, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_bench_exits_with_0_and_its_json_is_last(ramet: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(device: str) -> Report:
+    def run(device: str, plot: object) -> Report:
         report = Report("attention", metrics={"speed": 1.0})
         report.target("speed", ">=", 3.0)
         return report

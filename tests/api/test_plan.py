@@ -95,6 +95,12 @@ def test_sizes_as_people_write_them(text: str, size: int) -> None:
     assert parse_memory(text) == size
 
 
+@pytest.mark.parametrize("text", ["9223373TB", "9" * 400])  # 2^63 is 9,223,372.04 TB
+def test_what_no_machine_has_is_refused(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="64 bits"):
+        parse_memory(text)
+
+
 @pytest.mark.parametrize("text", ["", "GB", "-1GB", "80 apples", "5ib"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(typer.BadParameter, match="no size"):

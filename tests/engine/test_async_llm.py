@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -200,3 +201,30 @@ def test_a_bug_in_the_loop_reaches_everybody() -> None:
         await engine.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("verb", ["stream", "fork", "expand", "branch"])
+def test_what_comes_too_late_for_a_cancelled_caller_is_let_go(verb: str) -> None:
+    """The engine is done, or all but, when the caller, whose loop was busy, is cancelled."""
+    llm = scripted()
+
+    async def work(engine: AsyncLLM) -> None:
+        root = await engine.branch(PROMPT)
+        verbs: dict[str, Callable[[], Coroutine[Any, Any, Any]]] = {
+            "stream": lambda: anext(engine.stream(PROMPT, max_tokens=1000, max_unread=4)),
+            "fork": lambda: root.fork(3),
+            "expand": lambda: root.expand(3, max_tokens=1),
+            "branch": lambda: engine.branch([*PROMPT, 1]),
+        }
+        for busy in (0.0, 0.001, 0.1):
+            task = asyncio.ensure_future(verbs[verb]())
+            await asyncio.sleep(0)
+            time.sleep(busy)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        assert (await engine.stats()).num_running == 0
+        assert len(llm.engine.sequences) == 1
+        await root.prune()
+
+    run(work, llm)

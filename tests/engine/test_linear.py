@@ -66,12 +66,12 @@ def test_every_layout_multiplies(
 
 def test_onednn_takes_over_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a CPU with AMX: the time of our own kernel grows with the rows, oneDNN's does not."""
-    assert linear.rows_for_onednn(torch.float32) is None, "our own kernel is for bfloat16"
+    assert linear.rows_for_onednn(torch.zeros(1)) is None, "our own kernel is for bfloat16"
     seconds = iter([1.0, 2.0] * 6 + [4.0, 2.0] * 6)
-    monkeypatch.setattr(linear, "_seconds", lambda work: next(seconds))
+    monkeypatch.setattr(linear, "_seconds", lambda *_: next(seconds))
     linear._measured_rows.cache_clear()
     try:
-        assert linear.rows_for_onednn(torch.bfloat16) == 128
+        assert linear.rows_for_onednn(torch.zeros(1).bfloat16()) == 128
     finally:
         linear._measured_rows.cache_clear()
 

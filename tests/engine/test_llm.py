@@ -6,11 +6,12 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from ramet import LLM, BranchReleased, InvalidInput, OutOfCapacity, SamplingParams
-from ramet.testing import ScriptedModel, check_idle
+from ramet import LLM, BranchReleased, InvalidInput, OutOfCapacity, SamplingParams, StepFailed
+from ramet.testing import ScriptedModel, check_idle, tiny_llama
 
 MakeLLM = Callable[..., LLM]
 PROMPT = random.Random(0).choices(range(512), k=40)
@@ -92,6 +93,21 @@ def test_several_branches_expand_all_or_none(make_tiny: MakeLLM) -> None:
     assert llm.stats() == before, "nothing ran"
     assert good.children == [], "and no child is left"
     assert len(good.expand(n=2, max_tokens=2)) == 2, "the branch is free to go on"
+
+
+def test_a_branch_that_a_listener_releases_leaves_no_child_of_the_others(make_tiny: MakeLLM) -> None:
+    llm = make_tiny(max_batch_tokens=16)
+    branches = [llm.branch([*PROMPT, i]) for i in range(3)]
+    for branch in branches:
+        branch.extend(PROMPT)  # more than a step computes
+    llm.on_step(branches[1].release)
+    with pytest.raises(BranchReleased, match=str(branches[1].id)):
+        llm.expand(branches, 2, max_tokens=4)
+    assert not any(branch.children for branch in branches)
+    assert len(llm.engine.sequences) == 2
+    for branch in branches:
+        branch.prune()
+    check_idle(llm)
 
 
 def test_one_seed_gives_n_different_choices_again_and_again(make_tiny: MakeLLM) -> None:
@@ -193,7 +209,7 @@ def test_a_released_branch_says_so(make_tiny: MakeLLM) -> None:
 
 
 def bad_calls(llm: Any, branch: Any) -> list[tuple[str, Callable[[], Any]]]:
-    no_list: list[Any] = [5, None, {1: 2}, b"ab"]
+    no_list: list[Any] = [5, None, {1: 2}, b"ab", np.array(5), torch.tensor(5), torch.tensor([True])]
     no_params: list[Any] = [5, [5], "a", {}]
     return [
         ("prompt", lambda: llm.generate([[]])),
@@ -253,7 +269,7 @@ def bad_calls(llm: Any, branch: Any) -> list[tuple[str, Callable[[], Any]]]:
     ]
 
 
-@pytest.mark.parametrize("index", range(36))
+@pytest.mark.parametrize("index", range(len(bad_calls(None, None))))
 def test_bad_input_names_its_field_and_changes_nothing(make_tiny: MakeLLM, index: int) -> None:
     llm = make_tiny()
     branch = llm.branch(PROMPT)
@@ -264,6 +280,25 @@ def test_bad_input_names_its_field_and_changes_nothing(make_tiny: MakeLLM, index
     assert raised.value.field == field
     assert llm.stats() == before
     assert len(llm.engine.sequences) == 1
+
+
+def test_arrays_are_lists(make_tiny: MakeLLM) -> None:
+    """Of one dimension a prompt, of two several; also where each row holds one token."""
+    llm: Any = make_tiny()
+
+    def prompts(given: Any) -> list[list[int]]:
+        return [output.prompt_token_ids for output in llm.generate(given, max_tokens=1)]
+
+    for array in (np.array, torch.tensor):
+        assert prompts(array([1, 2])) == [[1, 2]]
+        assert prompts(array([[1, 2], [3, 4]])) == [[1, 2], [3, 4]]
+        assert prompts([array([5]), array([6, 7])]) == [[5], [6, 7]]
+        assert prompts([array(5), array(6)]) == [[5, 6]]
+        branch = llm.branch(array([1, 2]))
+        branch.extend(array([3]))
+        assert branch.token_ids == [1, 2, 3]
+        assert [score.token_ids for score in branch.score(array([[4], [5]]))] == [[4], [5]]
+        assert len(branch.fork(np.int64(2))) == 2
 
 
 def test_too_long_is_refused_before_anything_runs(make_tiny: MakeLLM) -> None:
@@ -291,6 +326,10 @@ def test_too_long_is_refused_before_anything_runs(make_tiny: MakeLLM) -> None:
         ({"max_batch_tokens": 0}, "max_batch_tokens"),
         ({"seed": 2**70}, "seed"),
         ({"min_partial": 17}, "min_partial"),
+        ({"num_blocks": 2**40}, "num_blocks"),  # 4 KiB each
+        ({"num_blocks": 2**70}, "num_blocks"),
+        ({"max_model_len": "64"}, "max_model_len"),
+        ({"device": 1.5}, "device"),
     ],
 )
 def test_bad_settings_of_an_engine(tiny_module: Any, settings: dict[str, Any], field: str) -> None:
@@ -320,6 +359,32 @@ def test_bad_logits_end_only_their_own_request() -> None:
         llm.step([good, bad], temperature=0, max_tokens=3)
     assert good.token_ids == [1, 2, 3, 3, 4, 5]
     assert bad.token_ids == [13, 2]
+
+
+def test_numbers_that_went_bad_are_found_by_nobody() -> None:
+    """They reach the keys and values of the tokens before them, which others share."""
+    module: Any = tiny_llama()
+    bad = next(token for token in range(512) if token not in PROMPT)
+    with torch.no_grad():
+        module.get_input_embeddings().weight[bad] = torch.nan
+    good = [*PROMPT, bad + 1]
+
+    def greedy(llm: LLM) -> list[int]:
+        return llm.generate(good, temperature=0, max_tokens=4)[0].choices[0].token_ids
+
+    expected = greedy(LLM(module, num_blocks=32))
+    llm = LLM(module, num_blocks=32)
+    for n in (1, 3):
+        with pytest.raises(StepFailed, match="not finite"):
+            llm.generate([*PROMPT, bad, 1], n=n)
+        assert greedy(llm) == expected
+        llm.engine.cache.tree.evict(32)
+    branch = llm.branch([*PROMPT, bad])
+    with pytest.raises(StepFailed, match="not finite"):
+        branch.generate()
+    assert greedy(llm) == expected
+    branch.release()
+    check_idle(llm)
 
 
 def test_the_pool_is_allocated_once(make_tiny: MakeLLM) -> None:

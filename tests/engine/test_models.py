@@ -423,13 +423,6 @@ def test_the_default_without_its_package(monkeypatch: pytest.MonkeyPatch, tmp_pa
         load_model("smollm2", cache_dir=tmp_path)
 
 
-def test_the_cache_lies_where_the_user_keeps_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert model_files.default_cache_dir() == tmp_path / "ramet"
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative/is/to/be/ignored")
-    assert model_files.default_cache_dir() == Path.home() / ".cache" / "ramet"
-
-
 class FirstStart(NamedTuple):
     cache: Path
     loaded: LoadedModel

@@ -196,7 +196,8 @@ def test_huge_temperature_is_uniform() -> None:
 def test_masked_tokens_never_come_out() -> None:
     logits = torch.full((1000,), -math.inf)
     logits[[3, 999]] = 0.0
-    for row in (PLAIN, PLAIN._replace(top_k=5), PLAIN._replace(top_p=0.9)):
+    beyond_fp32 = PLAIN._replace(temperature=1e300)
+    for row in (PLAIN, PLAIN._replace(top_k=5), PLAIN._replace(top_p=0.9), beyond_fp32):
         assert set(np.flatnonzero(_draws(logits, row, 300))) == {3, 999}
 
 

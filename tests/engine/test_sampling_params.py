@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -76,7 +77,20 @@ def test_accepted_extremes() -> None:
         n=128, temperature=1e30, top_k=10**9, top_p=0, seed=2**64 - 1, max_tokens=None, logprobs=20
     )
     SamplingParams(temperature=1e-8, top_k=-1, top_p=1, seed=-(2**63), max_tokens=1, logprobs=0)
-    SamplingParams(temperature=np.float32(0.5), top_k=np.int64(4), seed=np.uint64(7))  # type: ignore[arg-type]
+
+
+def test_numbers_become_pythons_own() -> None:
+    """numpy's arithmetic overflows where Python's does not, in the middle of a step."""
+    params = SamplingParams(
+        temperature=np.float32(0.5),  # type: ignore[arg-type]
+        top_p=Fraction(1, 2),  # type: ignore[arg-type]
+        top_k=np.int64(4),  # type: ignore[arg-type]
+        seed=np.int64(-7),  # type: ignore[arg-type]
+        max_tokens=np.uint8(200),  # type: ignore[arg-type]
+    )
+    assert params == SamplingParams(temperature=0.5, top_p=0.5, top_k=4, seed=-7, max_tokens=200)
+    numbers = (params.temperature, params.top_p, params.top_k, params.seed, params.max_tokens)
+    assert [type(number) for number in numbers] == [float, float, int, int, int]
 
 
 def test_what_contradicts_itself_is_refused() -> None:

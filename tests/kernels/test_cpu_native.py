@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,21 @@ def test_threads_and_neighbours_change_no_bit(no_rows: type[Any], case_of: Calla
         part = type(case)(alone, case.pool, case.q[one], case.k[one], case.v[one])
         assert torch.equal(attend(part), whole[one])
         token += query_len
+
+
+def test_a_thread_with_a_small_stack(no_rows: type[Any], case_of: Callable[..., Any]) -> None:
+    rows = no_rows(16)
+    rows.add(rows.take(10), 100, 160)
+    case = case_of(rows, 6, 2, 64)
+    whole, found = attend(case), []
+    before = threading.stack_size(256 << 10)
+    try:
+        thread = threading.Thread(target=lambda: found.append(attend(case)))
+        thread.start()
+    finally:
+        threading.stack_size(before)
+    thread.join()
+    assert torch.equal(found[0], whole)
 
 
 def test_a_step_serves_every_layer(rows_of: Callable[..., Any], case_of: Callable[..., Any]) -> None:

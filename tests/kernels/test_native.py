@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import shutil
 from pathlib import Path
@@ -32,6 +33,32 @@ def test_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "_compile", lambda *_: compiled.append("again"))
     assert native.library.__wrapped__() is not None
     assert not compiled and list((tmp_path / "ramet").iterdir()) == [built]
+
+
+def test_a_damaged_library_is_not_loaded(tmp_path: Path) -> None:
+    """One that was cut off would end the process with a bus error."""
+    assert native.library.__wrapped__() is not None
+    (built,) = (tmp_path / "ramet").iterdir()
+    cut = tmp_path / "cut"
+    cut.write_bytes(built.read_bytes()[:4000])
+    cut.replace(built)  # what is loaded stays whole
+    assert native.library.__wrapped__() is not None
+    assert max(path.stat().st_size for path in (tmp_path / "ramet").iterdir()) > 4000
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # what it does where there is none
+    assert "home" in why_not(caplog)
+
+
+def test_files_of_any_name_may_be_mapped(tmp_path: Path) -> None:
+    path = os.fsencode(tmp_path) + b"/\xff"
+    with open(path, "wb+") as file:
+        file.write(b"1")
+        file.flush()
+        with mmap.mmap(file.fileno(), 1):
+            assert os.path.isfile(native._openmp_runtime())
 
 
 def test_one_openmp_runtime() -> None:

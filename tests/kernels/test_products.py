@@ -34,6 +34,10 @@ def test_products_of_every_height(rows: int, num_threads: int) -> None:
         torch.set_num_threads(1)
 
 
+def test_no_rows() -> None:
+    assert packed(torch.randn(32, 64).bfloat16()).plain(torch.empty(0, 32).bfloat16()).shape == (0, 64)
+
+
 def test_norms_and_gates_are_not_rounded_in_between() -> None:
     torch.manual_seed(0)
     weight, norm = torch.randn(64, 96).bfloat16(), torch.rand(64) + 0.5
