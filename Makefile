@@ -28,7 +28,7 @@ AROUND    := tests $(foreach folder,examples benchmarks,$(if $(wildcard $(folder
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv model demo test test-models test-gpu test-compile lint bench clean
+.PHONY: help venv model demo test test-models test-clients test-gpu test-compile lint bench clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -50,6 +50,9 @@ test-models: .venv-models-oldest/.installed .venv-models-newest/.installed  ## T
 	  exit 1; \
 	done
 
+test-clients: $(MODEL)  ## Let other people's clients talk to a real server, each in an environment of its own
+	$(BIN)/python tests/clients/run.py $(CLIENTS)
+
 test-gpu: $(filter $(DEPS),$(GPU_PYTHON:$(VENV)/bin/python=$(DEPS)))  ## Test kernels and engines on an NVIDIA GPU
 	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo "torch sees no GPU" >&2; exit 1; }
 	$(GPU_PYTHON) -m pytest -q -m 'not model' -k 'cuda or gpu' --durations=10 $(PYTEST_ARGS) $(GPU_TESTS)
@@ -70,7 +73,7 @@ bench: $(DEPS)  ## Run the benchmarks: radix, attention on the CPU, memory
 	$(BIN)/ramet bench memory
 
 clean:  ## Remove .venv, build products and caches
-	rm -rf $(VENV) .venv-models-oldest .venv-models-newest .venv-compile build dist ramet.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-models-oldest .venv-models-newest .venv-clients .venv-compile build dist ramet.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .schemathesis
 	find api engine kernels radix ramet $(AROUND) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(DEPS): pyproject.toml

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ramet.api.options import Dtype
 from ramet.api.plan import plan
+from ramet.api.serve import serve
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,18 +22,13 @@ if TYPE_CHECKING:
     from ramet.engine.llm import LLM
 
 
-class Dtype(StrEnum):
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-
-
 class Bench(StrEnum):
     radix = "radix"
     attention = "attention"
     memory = "memory"
     cpu = "cpu"
     throughput = "throughput"
+    serve = "serve"
 
 
 Model = Annotated[
@@ -246,6 +243,7 @@ def chat(
 
 
 app.command()(plan)
+app.command(context_settings={"auto_envvar_prefix": "RAMET"})(serve)
 
 
 @app.command()
@@ -263,6 +261,7 @@ def bench(
     memory     waste and residents of paging, beside contiguous memory
     cpu        nine workloads on this CPU, beside transformers and llama.cpp; 15 minutes
     throughput tokens a second at one latency, paged and reserved; some minutes
+    serve      HTTP beside the same work in process; some minutes
 
     A bench that ran exits with 0, whatever it found: the targets say whether the numbers are good.
 
@@ -317,3 +316,7 @@ def _measure(name: Bench, device: str, plot: Path | None) -> Report:
             from ramet.api import bench_throughput
 
             return bench_throughput.run()
+        case Bench.serve:
+            from ramet.api import bench_serve
+
+            return bench_serve.run()

@@ -8,79 +8,33 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence as Seq
+from collections.abc import AsyncGenerator, Callable, Hashable, Iterable, Mapping, Sequence as Seq
 from concurrent.futures import Future
+from itertools import chain
 from queue import SimpleQueue
 from typing import Any, TypeAlias
 
 from ramet.engine.arguments import Prompt
-from ramet.engine.branch import Branch
+from ramet.engine.async_work import Task, Work, no_undo, reject, resolve
+from ramet.engine.branch import Branch, prune_all
 from ramet.engine.checks import check_int, checked_list
-from ramet.engine.engine import Stats
+from ramet.engine.config import EngineConfig
+from ramet.engine.engine import LOCAL, Stats
 from ramet.engine.errors import RametError
 from ramet.engine.llm import LLM
+from ramet.engine.look import BranchLook, TreeLook, look_at, look_at_all
 from ramet.engine.operation import Operation, T
 from ramet.engine.outputs import Choice, Delta, Output, Score
-from ramet.engine.runs import Run
 from ramet.engine.sampling_params import SamplingParams
-from ramet.engine.stream_reader import StreamReader
+from ramet.engine.sequence import Hold
+from ramet.engine.tokenizer import Tokenizer
 
 # What the thread is to do between two steps, and who is told if it never will.
-Command: TypeAlias = tuple[Callable[[], None], "Future[Any] | None"]
+Command: TypeAlias = tuple[Callable[[], None], tuple["Future[Any]", ...]]
 
 
 class Closed(RametError):
     """The engine has been closed: nothing more can be asked of it."""
-
-
-class _Task:
-    """An operation that waits for its runs, and whoever waits for the operation."""
-
-    def __init__(self, operation: Operation[Any], future: Future[Any]) -> None:
-        self.operation = operation
-        self.future = future
-        self.runs: list[Run] = []
-        self.result: Any = None
-
-    def advance(self) -> bool:
-        """Go on if all runs have finished; True when the operation has ended."""
-        while all(run.finished for run in self.runs):
-            error = next((run.error for run in self.runs if run.error is not None), None)
-            try:
-                waits_for = next(self.operation) if error is None else self.operation.throw(error)
-            except StopIteration as stop:
-                self.result = stop.value
-                _resolve(self.future, stop.value)
-                return True
-            except BaseException as failure:
-                _reject(self.future, failure)
-                return True
-            self.runs = list(waits_for)
-        return False
-
-
-class _Stream:
-    """A stream that is being read: what it has to say, and who waits to hear it."""
-
-    def __init__(self, reader: StreamReader, max_unread: int) -> None:
-        self.reader = reader
-        self.max_unread = max_unread
-        self.waiting: Future[list[Delta]] | None = None
-        self.error: BaseException | None = None  # why it was cut off
-
-    def serve(self) -> None:
-        """Hand on what is new, and hold the generation while too much of it is unread."""
-        if self.waiting is not None:
-            try:
-                deltas = self.reader.read()
-            except BaseException as failure:
-                waiting, self.waiting = self.waiting, None
-                _reject(waiting, failure)
-                return
-            if deltas or self.reader.done:
-                waiting, self.waiting = self.waiting, None
-                _resolve(waiting, deltas)
-        self.reader.hold(self.reader.num_unread >= self.max_unread)
 
 
 class AsyncLLM:
@@ -90,8 +44,7 @@ class AsyncLLM:
         """As LLM, which it may also be given: that one must not be used directly any more."""
         self._llm = model if isinstance(model, LLM) else LLM(model, tokenizer, **settings)
         self._commands: SimpleQueue[Command | None] = SimpleQueue()
-        self._tasks: list[_Task] = []
-        self._streams: list[_Stream] = []
+        self._tasks: list[Task] = []
         self._closed = False
         self._thread = threading.Thread(target=self._serve, name="ramet-engine", daemon=True)
         self._thread.start()
@@ -109,6 +62,31 @@ class AsyncLLM:
             self._commands.put(None)
         await asyncio.to_thread(self._thread.join)
 
+    # -- what never changes, and may be read from any thread -------------------------------------------
+
+    @property
+    def config(self) -> EngineConfig:
+        return self._llm.config
+
+    @property
+    def vocab_size(self) -> int:
+        return self._llm.engine.vocab_size
+
+    @property
+    def block_nbytes(self) -> int:
+        """Bytes of one block, over all layers."""
+        return self._llm.engine.block_nbytes
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The engine's own: others make a `copy` for their threads."""
+        return self._llm.tokenizer
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread is there to do anything: not after `close`, nor after a bug."""
+        return not self._closed and self._thread.is_alive()
+
     # -- verbs ---------------------------------------------------------------------------------------
 
     async def generate(
@@ -121,7 +99,26 @@ class AsyncLLM:
         **settings: Any,
     ) -> list[Output]:
         """See LLM.generate."""
-        return await self._run(lambda: self._llm._generating(prompts, params, priority, cache, settings))
+        with self.start(prompts, params, priority=priority, cache=cache, **settings) as work:
+            return await work.result()
+
+    def start(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        priority: int = 0,
+        cache: bool = True,
+        namespace: Hashable = LOCAL,
+        max_unread: int | None = None,
+        **settings: Any,
+    ) -> Work[list[Output]]:
+        """Begin to generate. With `max_unread` the tokens are read while they come, and while so many of a
+        choice were not read yet it rests; what came since the last read is one Delta a choice, so a slow
+        reader costs no memory. Prompts of another `namespace` share nothing."""
+        return self._start(
+            lambda: self._llm._generating(prompts, params, priority, cache, settings, namespace), max_unread
+        )
 
     async def stream(
         self,
@@ -131,22 +128,12 @@ class AsyncLLM:
         max_unread: int = 256,
         **settings: Any,
     ) -> AsyncGenerator[Delta]:
-        """See LLM.stream. While `max_unread` tokens were not read yet the generation rests.
-
-        What came since the last read is one Delta a choice, so a slow reader costs no memory.
-        """
-        check_int("max_unread", max_unread, 1, None)
-        stream = await self._call(lambda: self._open(prompt, params, settings, max_unread))
-        try:
-            while True:
-                for delta in await self._read(stream):
-                    yield delta
-                if stream.error is not None:
-                    raise stream.error
-                if stream.reader.all_read:
-                    return
-        finally:
-            self._send(lambda: self._shut(stream))
+        """See LLM.stream, and `start` for `max_unread`."""
+        if not isinstance(prompt, str):  # a bare number would be the one token of a prompt
+            prompt = checked_list("prompt", prompt, "token ids, or a text")
+        with self.start([prompt], params, max_unread=max_unread, **settings) as work:
+            async for delta in work.deltas():
+                yield delta
 
     async def branch(
         self,
@@ -154,9 +141,12 @@ class AsyncLLM:
         *,
         messages: Seq[Mapping[str, Any]] | None = None,
         tools: Seq[Mapping[str, Any]] | None = None,
+        namespace: Hashable = LOCAL,
+        compute: bool = True,
     ) -> AsyncBranch:
-        """See LLM.branch."""
-        return AsyncBranch(self, await self._run(lambda: self._llm._branching(prompt, messages, tools)))
+        """See LLM.branch; branches of another `namespace` share nothing. Without `compute`, later."""
+        operation = lambda: self._llm._branching(prompt, messages, tools, namespace, compute)  # noqa: E731
+        return AsyncBranch(self, await self._run(operation, Branch.prune))
 
     async def step(
         self,
@@ -178,75 +168,85 @@ class AsyncLLM:
     ) -> list[list[AsyncBranch]]:
         """See LLM.expand."""
         inner = _inner(branches)
-        families = await self._run(lambda: self._llm._expanding(inner, n, params, settings))
+        families = await self._run(
+            lambda: self._llm._expanding(inner, n, params, settings),
+            lambda families: prune_all(chain.from_iterable(families)),
+        )
         return [[AsyncBranch(self, child) for child in family] for family in families]
 
     async def stats(self) -> Stats:
         """See LLM.stats."""
         return await self._call(self._llm.stats)
 
+    async def look(self, branches: Seq[AsyncBranch]) -> list[BranchLook]:
+        """What each of these branches holds now, all at one moment."""
+        inner = self._llm._checked(_inner(branches))
+        return await self._call(lambda: [look_at(branch) for branch in inner])
+
+    async def look_at_tree(self, branches: Seq[AsyncBranch]) -> TreeLook:
+        """What these branches hold together, and how they share it."""
+        inner = self._llm._checked(_inner(branches))
+        return await self._call(lambda: look_at_all(inner))
+
     # -- messages to the thread ------------------------------------------------------------------------
 
-    def _send(self, command: Callable[[], None], future: Future[Any] | None = None) -> None:
+    def _send(self, command: Callable[[], None], *futures: Future[Any]) -> None:
         if self._closed:
-            if future is not None:
+            if futures:
                 raise Closed("the engine has been closed")
             return  # what was to be let go is gone
-        self._commands.put((command, future))
+        self._commands.put((command, futures))
 
-    async def _call(self, function: Callable[[], T]) -> T:
-        """Run `function` between two steps and return what it returns."""
+    async def _call(self, function: Callable[[], T], undo: Callable[[T], object] = no_undo) -> T:
+        """Run `function` between two steps and return what it returns; `undo` it if the caller has left."""
         future: Future[T] = Future()
         results: list[T] = []
 
         def command() -> None:
             try:
                 results.append(function())
-                _resolve(future, results[0])
+                resolve(future, results[0])
             except BaseException as failure:
-                _reject(future, failure)
+                reject(future, failure)
+
+        def take_back() -> None:
+            for result in results:
+                undo(result)
 
         self._send(command, future)
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
-            self._send(lambda: self._drop(results))
+            self._send(take_back)
             raise
 
-    async def _run(self, start: Callable[[], Operation[T]]) -> T:
-        """Drive an operation beside all others; a caller that is cancelled closes it."""
-        future: Future[T] = Future()
-        tasks: list[_Task] = []
+    def _start(
+        self,
+        start: Callable[[], Operation[Any]],
+        max_unread: int | None = None,
+        then: Callable[[Any], T] = lambda result: result,
+        undo: Callable[[Any], object] = no_undo,
+    ) -> Work[T]:
+        """Have the thread drive an operation beside all others; `undo` lets go of a result nobody took."""
+        if max_unread is not None:
+            check_int("max_unread", max_unread, 1, None)
+        future: Future[Any] = Future()
+        started: Future[Task] = Future()
 
         def command() -> None:
-            task = _Task(start(), future)
-            tasks.append(task)
-            if not future.cancelled() and not task.advance():
+            task = Task(start(), future, max_unread, undo)
+            if not task.advance():
                 self._tasks.append(task)
+            resolve(started, task)
 
-        def cancel() -> None:
-            for task in tasks:
-                if task in self._tasks:
-                    self._tasks.remove(task)
-                    task.operation.close()
-                self._drop(task.result)
+        self._send(command, started, future)
+        return Work(self, started, future, then)
 
-        self._send(command, future)
-        try:
-            return await asyncio.wrap_future(future)
-        except asyncio.CancelledError:
-            self._send(cancel)
-            raise
-
-    async def _read(self, stream: _Stream) -> list[Delta]:
-        future: Future[list[Delta]] = Future()
-
-        def command() -> None:
-            stream.waiting = future
-            stream.serve()
-
-        self._send(command, future)
-        return await asyncio.wrap_future(future)
+    async def _run(self, start: Callable[[], Operation[T]], undo: Callable[[T], object] = no_undo) -> T:
+        """Drive an operation beside all others; a caller that is cancelled closes it."""
+        work: Work[T] = self._start(start, undo=undo)
+        with work:
+            return await work.result()
 
     # -- on the thread -----------------------------------------------------------------------------------
 
@@ -272,45 +272,20 @@ class AsyncLLM:
                 idle = False
             idle = not self._llm.engine.step()
             self._tasks = [task for task in self._tasks if not task.advance()]
-            for stream in self._streams:
-                stream.serve()
 
-    def _open(
-        self, prompt: Prompt, params: SamplingParams | None, settings: dict[str, Any], max_unread: int
-    ) -> _Stream:
-        stream = _Stream(self._llm._open_stream(prompt, params, settings), max_unread)
-        self._streams.append(stream)
-        return stream
-
-    def _shut(self, stream: _Stream) -> None:
-        if stream in self._streams:
-            self._streams.remove(stream)
-            stream.reader.close()
-
-    def _drop(self, result: object) -> None:
-        """Let go of what was made for a caller who was cancelled before it came."""
-        if isinstance(result, Branch):
-            result.prune()
-        elif isinstance(result, _Stream):
-            self._shut(result)
-        elif isinstance(result, list):
-            for one in result:
-                self._drop(one)
+    def _close(self, task: Task) -> None:
+        """Let go of a task, or of a result that nobody took."""
+        if task in self._tasks:
+            self._tasks.remove(task)
+        task.close(Closed("the work was closed before it had ended"))
 
     def _end(self, error: BaseException) -> None:
         """The thread stops: whoever still waits gets `error`, also those whose message was not taken."""
         for task in self._tasks:
-            task.operation.close()
-            _reject(task.future, error)
-        for stream in list(self._streams):
-            stream.error = error
-            self._shut(stream)
-            if stream.waiting is not None:
-                _reject(stream.waiting, error)
+            task.close(error)
         while not self._commands.empty():
-            command = self._commands.get()
-            if command is not None and command[1] is not None:
-                _reject(command[1], error)
+            for future in (self._commands.get() or ((), ()))[1]:
+                reject(future, error)
 
 
 class AsyncBranch:
@@ -351,13 +326,27 @@ class AsyncBranch:
         return len(self._branch)
 
     async def fork(self, n: int = 1, *, at: int | None = None) -> list[AsyncBranch]:
-        return self._wrap(await self.llm._call(lambda: self._branch.fork(n, at=at)))
+        return self._wrap(await self.llm._call(lambda: self._branch.fork(n, at=at), prune_all))
 
     async def extend(self, text: Prompt) -> None:
         await self.llm._call(lambda: self._branch.extend(text))
 
+    async def compute(self, text: Prompt = (), *, logprobs: bool = False) -> list[float]:
+        """`extend`, and compute all that the branch has to; a caller that is cancelled has changed nothing.
+
+        With `logprobs`, returns those of the new tokens.
+        """
+        return await self.llm._run(lambda: self._branch._extending(text, logprobs))
+
     async def generate(self, params: SamplingParams | None = None, **settings: Any) -> Choice:
-        return await self.llm._run(lambda: self._branch._generating(params, settings))
+        with self.start_generate(params, **settings) as work:
+            return await work.result()
+
+    def start_generate(
+        self, params: SamplingParams | None = None, *, max_unread: int | None = None, **settings: Any
+    ) -> Work[Choice]:
+        """Begin to `generate`; see AsyncLLM.start."""
+        return self.llm._start(lambda: self._branch._generating(params, settings), max_unread)
 
     async def expand(
         self,
@@ -366,16 +355,42 @@ class AsyncBranch:
         params: Seq[SamplingParams] | SamplingParams | None = None,
         **settings: Any,
     ) -> list[AsyncBranch]:
-        return self._wrap(await self.llm._run(lambda: self._branch._expanding(n, params, settings)))
+        with self.start_expand(n, params=params, **settings) as work:
+            return await work.result()
 
-    async def score(self, candidates: Seq[Prompt]) -> list[Score]:
-        return await self.llm._run(lambda: self._branch._scoring(candidates))
+    def start_expand(
+        self,
+        n: int | None = None,
+        *,
+        params: Seq[SamplingParams] | SamplingParams | None = None,
+        max_unread: int | None = None,
+        born: Callable[[list[AsyncBranch]], None] | None = None,
+        **settings: Any,
+    ) -> Work[list[AsyncBranch]]:
+        """Begin to `expand`; see AsyncLLM.start. `born` gets the children before any of their tokens is read:
+        it is called on the engine's thread, and only if there are any. Whoever was told of them has them:
+        once complete, they stay when the work is closed."""
+        tell = None if born is None else lambda children: born(self._wrap(children))
+        operation = lambda: self._branch._expanding(n, params, settings, tell)  # noqa: E731
+        return self.llm._start(operation, max_unread, self._wrap, prune_all if born is None else no_undo)
+
+    async def score(self, candidates: Seq[Prompt], *, suffix: Prompt | None = None) -> list[Score]:
+        return await self.llm._run(lambda: self._branch._scoring(candidates, suffix))
 
     async def truncate(self, position: int) -> None:
         await self.llm._call(lambda: self._branch.truncate(position))
 
-    async def release(self) -> None:
-        await self.llm._call(self._branch.release)
+    async def hold(self, hold: Hold) -> None:
+        await self.llm._call(lambda: self._branch.hold(hold))
+
+    async def park(self) -> None:
+        await self.llm._call(self._branch.park)
+
+    async def cancel(self) -> None:
+        await self.llm._call(self._branch.cancel)
+
+    async def release(self) -> int:
+        return await self.llm._call(self._branch.release)
 
     async def prune(self) -> int:
         return await self.llm._call(self._branch.prune)
@@ -391,13 +406,3 @@ def _inner(branches: object) -> list[Branch]:
     """The engine's own branches; what is none of ours is left for the engine to refuse."""
     many = checked_list("branches", branches, "branches")
     return [branch._branch if isinstance(branch, AsyncBranch) else branch for branch in many]
-
-
-def _resolve(future: Future[Any], value: Any) -> None:
-    if future.set_running_or_notify_cancel():
-        future.set_result(value)
-
-
-def _reject(future: Future[Any], error: BaseException) -> None:
-    if future.set_running_or_notify_cancel():
-        future.set_exception(error)

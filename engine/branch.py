@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterable, Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
 from ramet.engine.arguments import Prompt, check_count, checked_params, fields_of, params_of
-from ramet.engine.checks import checked_list
+from ramet.engine.checks import check_bool, checked_list
 from ramet.engine.errors import BranchReleased, InvalidInput
 from ramet.engine.operation import Operation
 from ramet.engine.outputs import Choice, Score
-from ramet.engine.runs import FanOut, Generation, HeadScoring
+from ramet.engine.runs import FanOut, Generation, HeadScoring, Run, Scoring
 from ramet.engine.sampling_params import SamplingParams
-from ramet.engine.sequence import Sequence
+from ramet.engine.sequence import Hold, Sequence
 from ramet.engine.tokenizer import validate_token_ids
 from ramet.radix.cursor import BlockTable
 
@@ -108,13 +108,43 @@ class Branch:
         Control tokens in a text stay text: pass ids to append real ones.
         Raises InvalidInput or OutOfCapacity.
         """
+        self._sequence.token_ids += self._new_tokens(text)
+
+    def _new_tokens(self, text: Prompt) -> list[int]:
         self._check_unused()
         if isinstance(text, str):
             new = self.llm._tokenizer("text").encode(text, add_special_tokens=False, control_tokens=False)
         else:
             new = validate_token_ids(text, self.llm.engine.vocab_size, "text")
         self.llm.engine.check_length(len(self) + len(new))
-        self._sequence.token_ids += new
+        return new
+
+    def _extending(self, text: Prompt, logprobs: bool) -> Operation[list[float]]:
+        """Append, and compute it now; with `logprobs`, give those of the new tokens. All or nothing."""
+        check_bool("logprobs", logprobs)
+        new = self._new_tokens(text)
+        start, sequence = len(self), self._sequence
+        scoring = Scoring(start - 1, new)
+        try:
+            if logprobs and new:
+                sequence.token_ids += new[:-1]
+                yield from self._doing(scoring)
+                sequence.token_ids += new[-1:]
+            else:
+                sequence.token_ids += new
+            yield from self._doing(Run())
+        except BaseException:
+            sequence.truncate(start)
+            raise
+        return scoring.token_logprobs
+
+    def _doing(self, run: Run) -> Operation[None]:
+        """Do one run on this branch; it is ended if nobody waits for it any more."""
+        self.llm.engine.submit(self._sequence, run)
+        try:
+            yield [run]
+        finally:
+            self.llm.engine.abort(self._sequence)
 
     def generate(self, params: SamplingParams | None = None, **settings: Any) -> Choice:
         """Continue this branch; the tokens are appended to it. `settings` are fields of SamplingParams.
@@ -142,27 +172,40 @@ class Branch:
         return self.llm._drive(self._expanding(n, params, settings))
 
     def _expanding(
-        self, n: int | None, params: Seq[SamplingParams] | SamplingParams | None, settings: dict[str, Any]
+        self,
+        n: int | None,
+        params: Seq[SamplingParams] | SamplingParams | None,
+        settings: dict[str, Any],
+        born: Callable[[list[Branch]], None] | None = None,
     ) -> Operation[list[Branch]]:
+        """`born` is told of the children as soon as they are there: the first to be done need not wait."""
         self._check_unused()
         generations = self._child_generations(n, params, settings)
         run = FanOut(generations, keep=True)
-        engine = self.llm.engine
         try:
-            engine.submit(self._sequence, run)
-            yield [run, *generations]
+            yield from self._doing(run)
             if not run.children:
-                raise BranchReleased(self.id)  # by a listener
+                raise BranchReleased(self.id)  # by a listener, or it was cancelled before its first token
         except BaseException:
-            engine.abort(self._sequence)
             for sequence in run.children:
-                engine.release(sequence, prune=True)
+                self.llm.engine.release(sequence, prune=True)
             raise
         children = []
         for sequence, generation in zip(run.children, generations, strict=True):
             child = Branch(self.llm, sequence, self)
             child.output = generation.choice
             children.append(child)
+        try:
+            if born is not None:
+                born(children)
+            yield generations
+        except BaseException as error:
+            # Whoever asked may just have left: then children that were told of, and are complete, are in use.
+            in_use = born is not None and isinstance(error, GeneratorExit)
+            for child, generation in zip(children, generations, strict=True):
+                if not (in_use and generation.finished):
+                    child.prune()
+            raise
         return children
 
     def _child_generations(
@@ -192,32 +235,48 @@ class Branch:
             raise InvalidInput("params", "must name at least one child")
         return generations
 
-    def score(self, candidates: Seq[Prompt]) -> list[Score]:
+    def score(self, candidates: Seq[Prompt], *, suffix: Prompt | None = None) -> list[Score]:
         """The log-probabilities of candidate continuations, in one batch; the branch does not change.
 
+        With `suffix` they are those after it: a question about the branch, say, that is thrown away again.
         The branch's own tokens are not computed again. Raises InvalidInput or OutOfCapacity; StepFailed if
         the model failed.
         """
-        return self.llm._drive(self._scoring(candidates))
-
-    def _scoring(self, candidates: Seq[Prompt]) -> Operation[list[Score]]:
         self._check_unused()
+        return self.llm._drive(self._scoring(candidates, suffix))
+
+    def _scoring(self, candidates: Seq[Prompt], suffix: Prompt | None = None) -> Operation[list[Score]]:
+        """Of a branch that runs, what is there so far is scored."""
+        self._check_live()
         listed = checked_list("candidates", candidates, "texts or token ids")
         many = [self.llm.encode(c, "candidates", add_special_tokens=False) for c in listed]
+        if suffix is not None:
+            suffix = self.llm.encode(suffix, "suffix", add_special_tokens=False)
         engine = self.llm.engine
         for token_ids in many:
-            engine.check_length(len(self) + len(token_ids) - 1)
+            engine.check_length(len(self) + len(suffix or ()) + len(token_ids) - 1)
         if not many:
             return []
-        run = HeadScoring(many)
+        if not suffix and self._sequence.run is None:
+            return (yield from self._scoring_on(self._sequence, many))
+        aside = engine.fork(self._sequence, keep=True)
+        aside.token_ids += suffix or ()
         try:
-            engine.submit(self._sequence, run)
+            return (yield from self._scoring_on(aside, many))
+        finally:
+            engine.release(aside, prune=True)
+
+    def _scoring_on(self, sequence: Sequence, candidates: list[list[int]]) -> Operation[list[Score]]:
+        engine = self.llm.engine
+        run = HeadScoring(candidates)
+        try:
+            engine.submit(sequence, run)
             yield [run]
             yield [rest for rest in run.rests if rest is not None]
         finally:
-            engine.abort(self._sequence)
-            for sequence in run.children:
-                engine.release(sequence, prune=True)
+            engine.abort(sequence)
+            for child in run.children:
+                engine.release(child, prune=True)
         return run.scores()
 
     def truncate(self, position: int) -> None:
@@ -226,9 +285,28 @@ class Branch:
         self._sequence.truncate(self._position("position", position, 1))
         self.output = None
 
-    def release(self) -> None:
-        """Let go of the branch. Its pages stay cached until they are needed. Idempotent."""
-        self._let_go(prune=False)
+    def hold(self, hold: Hold) -> None:
+        """Say how fast the branch keeps its blocks while it is idle and others lack some."""
+        self._check_live()
+        if not isinstance(hold, Hold):
+            raise InvalidInput("hold", "must be a Hold", hold)
+        self.llm.engine.scheduler.hold(self._sequence, hold)
+
+    def park(self) -> None:
+        """Give up the blocks of an idle branch: they stay cached until they are needed, the tokens stay."""
+        self._check_unused()
+        self.llm.engine.scheduler.park(self._sequence)
+
+    def release(self) -> int:
+        """Let go of the branch. Its pages stay cached until they are needed. Idempotent.
+
+        Returns the blocks freed at once: an open block of its own, which nobody could find again.
+        """
+        return self._let_go(prune=False)
+
+    def cancel(self) -> None:
+        """End what runs on the branch now; the tokens generated so far stay."""
+        self.llm.engine.abort(self._sequence)
 
     def prune(self) -> int:
         """Release this branch and all its descendants and free at once what nobody else uses.
@@ -279,3 +357,8 @@ class Branch:
         if isinstance(value, bool) or not least <= position <= len(self):
             raise InvalidInput(field, f"must be between {least} and {len(self)}, the branch's length", value)
         return position
+
+
+def prune_all(branches: Iterable[Branch]) -> None:
+    for branch in branches:
+        branch.prune()

@@ -62,6 +62,7 @@ def build_engine(
             vocab_size=model.vocab_size,
             tokenizer=tokenizer,
             eos_token_ids=model.eos_token_ids,
+            block_nbytes=runner.pages.nbytes // config.num_blocks,
         )
     # Checked before anything is loaded.
     EngineConfig(num_blocks=1 if num_blocks is None else num_blocks, max_model_len=1, **settings)
@@ -99,6 +100,7 @@ def build_engine(
         vocab_size=shape.vocab_size,
         tokenizer=loaded.tokenizer,
         eos_token_ids=loaded.eos_token_ids,
+        block_nbytes=bytes_per_block,
     )
 
 

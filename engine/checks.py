@@ -42,6 +42,14 @@ def check_bool(field: str, value: object) -> None:
         raise InvalidInput(field, "must be true or false", value)
 
 
+def check_hashable(field: str, value: object) -> None:
+    """Something that can be a key; a tuple that holds a list cannot."""
+    try:
+        hash(value)
+    except TypeError:
+        raise InvalidInput(field, "must be hashable", value) from None
+
+
 def plain(value: object) -> Any:
     """An array or a number of numpy or torch as Python's own lists and numbers; anything else as it is."""
     return value.tolist() if hasattr(value, "tolist") and not isinstance(value, type) else value

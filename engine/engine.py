@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ramet.engine.checks import check_hashable
 from ramet.engine.config import EngineConfig
 from ramet.engine.errors import BadLogits, OutOfCapacity, StepFailed
 from ramet.engine.model_runner import Runner
-from ramet.engine.runs import FanOut, Generation, HeadScoring, Run, Scoring
+from ramet.engine.runs import FanOut, Firsts, Generation, HeadScoring, Run, Scoring
 from ramet.engine.sampler import logprobs_of, sample
 from ramet.engine.sampling_params import SamplingParams, derive_seed
 from ramet.engine.scheduler import Pick, Scheduled, Scheduler
@@ -34,7 +35,8 @@ class Stats:
     pages: PageStats
     num_steps: int
     num_computed_tokens: int  # tokens that went through the model
-    num_cached_tokens: int  # prompt tokens that did not have to
+    num_prompt_tokens: int  # of prompts, each counted when it was first admitted
+    num_cached_tokens: int  # those of them that were found in the cache
     num_generated_tokens: int
     num_preemptions: int
     num_parked_idle: int  # idle branches that gave up their blocks
@@ -53,8 +55,10 @@ class Engine:
         vocab_size: int,
         tokenizer: Tokenizer | None,
         eos_token_ids: frozenset[int],
+        block_nbytes: int,
     ) -> None:
         self.runner = runner
+        self.block_nbytes = block_nbytes  # of one block, over all layers
         self.config = config
         self.vocab_size = vocab_size
         self.tokenizer = tokenizer
@@ -62,7 +66,7 @@ class Engine:
         self.cache = PrefixCache(config.num_blocks, config.block_size, min_partial=config.min_partial)
         self.scheduler = Scheduler(self.cache, config.max_batch_tokens)
         self.sequences: dict[Sequence, None] = {}  # all that were not released
-        self.listeners: list[Callable[[], None]] = []  # called after each step
+        self.listeners: list[Callable[[], object]] = []  # called after each step
         self.forgotten: list[Sequence] = []  # whose handles were collected: released with the next step
         self.num_steps = 0
         self.num_computed_tokens = 0
@@ -75,11 +79,12 @@ class Engine:
     def new_sequence(
         self, token_ids: list[int], *, keep: bool, namespace: Hashable = LOCAL, cache: bool = True
     ) -> Sequence:
-        """A sequence without pages. Raises OutOfCapacity if it could never be held.
+        """A sequence without pages. Raises InvalidInput, or OutOfCapacity if it could never be held.
 
         Without `cache` it finds nothing that others computed, its pages serve nobody but its own forks, and
         they are freed when it goes.
         """
+        check_hashable("namespace", namespace)
         self.check_length(len(token_ids))
         sequence = Sequence(token_ids, namespace if cache else object(), keep=keep)
         sequence.cacheable = cache
@@ -260,12 +265,12 @@ class Engine:
                 draws.append((child, generation, rows[0]))
             self._finish(sequence)
         elif isinstance(run, Scoring):
-            run.accept(logprobs_of(logits[rows.start : rows.stop], run.next_targets(len(rows))))
+            mine, targets = logits[rows.start : rows.stop], run.next_targets(len(rows))
+            run.accept(logprobs_of(mine, targets), greedy=mine.argmax(-1).tolist() == targets)
             if len(run.token_logprobs) == len(run.targets):
                 self._finish(sequence)
         elif isinstance(run, HeadScoring) and rows:
-            firsts = [candidate[0] for candidate in run.candidates]
-            run.first_logprobs = logprobs_of(logits[rows[0]].expand(len(firsts), -1), firsts)
+            run.firsts = _firsts(logits[rows[0]], [candidate[0] for candidate in run.candidates])
             self._score_rests(sequence, run)
             self._finish(sequence)
         elif type(run) is Run and sequence.num_to_do == 0:
@@ -376,6 +381,7 @@ class Engine:
             pages=page_stats(self.cache, cursors),
             num_steps=self.num_steps,
             num_computed_tokens=self.num_computed_tokens,
+            num_prompt_tokens=scheduler.num_prompt_tokens,
             num_cached_tokens=scheduler.num_cached_tokens,
             num_generated_tokens=self.num_generated_tokens,
             num_preemptions=scheduler.num_preemptions,
@@ -383,3 +389,12 @@ class Engine:
             num_waiting=len(scheduler.waiting),
             num_running=len(scheduler.running),
         )
+
+
+def _firsts(logits: Tensor, token_ids: list[int]) -> Firsts:
+    """What one row of logits [V] says of each of these tokens. Raises BadLogits."""
+    logprobs = torch.log_softmax(logits.float(), dim=-1)[token_ids]
+    if bool(logprobs.isnan().any()):
+        raise BadLogits((0,))
+    chosen = logits[token_ids]
+    return Firsts(logprobs.tolist(), (chosen == logits.max()).tolist(), chosen.tolist())

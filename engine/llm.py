@@ -7,15 +7,15 @@ that has to wait is an *operation*: a generator that yields the runs it waits fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence as Seq
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence as Seq
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ramet.engine.arguments import Prompt, check_either, check_int32, params_of, params_of_each, prompts_of
-from ramet.engine.branch import Branch
+from ramet.engine.branch import Branch, prune_all
 from ramet.engine.checks import check_bool, checked_list
 from ramet.engine.config import EngineConfig
-from ramet.engine.engine import Engine, Stats
+from ramet.engine.engine import LOCAL, Engine, Stats
 from ramet.engine.errors import InvalidInput
 from ramet.engine.operation import Operation, T, together
 from ramet.engine.outputs import Choice, Delta, Output
@@ -97,7 +97,7 @@ class LLM:
         """Counters since the start, and what the pages hold now."""
         return self.engine.stats()
 
-    def on_step(self, listener: Callable[[], None]) -> Callable[[], None]:
+    def on_step(self, listener: Callable[[], object]) -> Callable[[], None]:
         """Call `listener` after each step of the engine, for progress bars and live views.
 
         Returns a function that ends this.
@@ -132,6 +132,7 @@ class LLM:
         priority: int,
         cache: bool,
         settings: dict[str, Any],
+        namespace: Hashable = LOCAL,
     ) -> Operation[list[Output]]:
         many = [self.encode(prompt) for prompt in prompts_of(prompts)]
         each = params_of_each(params, settings, len(many))
@@ -140,10 +141,10 @@ class LLM:
         requests: list[Request] = []
         try:
             for token_ids, own in zip(many, each, strict=True):
-                requests.append(self._request(token_ids, own, cache=cache))
+                requests.append(self._request(token_ids, own, cache=cache, namespace=namespace))
             for sequence, run, _ in requests:
                 self.engine.submit(sequence, run, priority=priority)
-            yield [choice for _, run, choices in requests for choice in (run, *choices)]
+            yield [one for _, run, choices in requests for one in dict.fromkeys((run, *choices))]
         finally:
             self._release_all(requests)
         return [
@@ -166,27 +167,30 @@ class LLM:
         return self._streaming(token_ids, params)
 
     def _streaming(self, token_ids: list[int], params: SamplingParams) -> Generator[Delta]:
-        reader = self._open_stream(token_ids, params, {})
+        request = self._request(token_ids, params)
+        self.engine.submit(request[0], request[1])
+        reader = StreamReader(request[2])
         try:
-            while not reader.all_read:
+            while not reader.done or reader.has_news:
                 # Whoever else runs while this rests at a yield makes the steps of this request, too.
                 if not reader.done:
                     self.engine.step()
+                if reader.error is not None:
+                    raise reader.error
                 yield from reader.read()
         finally:
-            reader.close()
+            self._release_all([request])
 
-    def _open_stream(
-        self, prompt: Prompt, params: SamplingParams | None, settings: dict[str, Any]
-    ) -> StreamReader:
-        """Submit a request whose tokens are read while they come."""
-        request = self._request(self.encode(prompt), params_of(params, settings))
-        self.engine.submit(request[0], request[1])
-        return StreamReader(request[2], lambda: self._release_all([request]))
-
-    def _request(self, token_ids: list[int], params: SamplingParams, *, cache: bool = True) -> Request:
+    def _request(
+        self,
+        token_ids: list[int],
+        params: SamplingParams,
+        *,
+        cache: bool = True,
+        namespace: Hashable = LOCAL,
+    ) -> Request:
         self._check_params(params)
-        sequence = self.engine.new_sequence(list(token_ids), keep=False, cache=cache)
+        sequence = self.engine.new_sequence(list(token_ids), keep=False, namespace=namespace, cache=cache)
         generations = self.engine.generations(sequence, params)
         run: Run = generations[0] if len(generations) == 1 else FanOut(generations, keep=False)
         if params.prompt_logprobs is not None:
@@ -223,16 +227,21 @@ class LLM:
         prompt: Prompt | None,
         messages: Seq[Mapping[str, Any]] | None,
         tools: Seq[Mapping[str, Any]] | None,
+        namespace: Hashable = LOCAL,
+        compute: bool = True,
     ) -> Operation[Branch]:
         if (prompt is None) == (messages is None):
             raise InvalidInput("prompt", "or messages must be given, and not both")
+        check_bool("compute", compute)
         if messages is not None:
             token_ids = self._tokenizer("messages").apply_chat_template(messages, tools=tools)
         else:
             assert prompt is not None, "one of the two is given"
             token_ids = self.encode(prompt)
-        sequence = self.engine.new_sequence(token_ids, keep=True)
+        sequence = self.engine.new_sequence(token_ids, keep=True, namespace=namespace)
         branch = Branch(self, sequence, None)
+        if not compute:
+            return branch
         run = Run()
         self.engine.submit(sequence, run)
         try:
@@ -294,12 +303,13 @@ class LLM:
         return (
             yield from together(
                 [branch._expanding(n, own, {}) for branch, own in zip(branches, each, strict=True)],
-                lambda children: [child.prune() for child in children],
+                prune_all,
             )
         )
 
     def _continuing(self, branches: Seq[Branch], params: Seq[SamplingParams]) -> Operation[list[Choice]]:
         runs = []
+        lengths = [len(branch) for branch in branches]
         for branch, own in zip(branches, params, strict=True):
             branch._check_unused()
             self._check_params(own, of_branch=True)
@@ -310,6 +320,11 @@ class LLM:
             for branch, run in zip(branches, runs, strict=True):
                 self.engine.submit(branch._sequence, run)
             yield runs
+        except GeneratorExit:  # whoever asked does not want it any more
+            for branch, length in zip(branches, lengths, strict=True):
+                self.engine.abort(branch._sequence)
+                branch._sequence.truncate(length)
+            raise
         finally:
             for branch in branches:
                 self.engine.abort(branch._sequence)

@@ -66,6 +66,8 @@ class Score:
 
     token_ids: list[int]
     token_logprobs: list[float]  # natural log, one for each token
+    is_greedy: bool  # whether each token is the likeliest one at its place
+    first_logit: float  # of the first token, as the model gave it
 
     @property
     def logprob(self) -> float:
@@ -78,9 +80,10 @@ class Score:
 
 @dataclass(frozen=True)
 class Delta:
-    """A piece of a stream: joined, the texts of one index are the text of its choice.
+    """A piece of a stream: joined, the pieces of one index are its choice; see Choice.
 
-    The first piece of a stream has the prompt's log-probabilities, if they were asked for; see Output.
+    The first piece that a prompt gives has its log-probabilities, if they were asked for; see Output. The
+    last one of a choice has its finish_reason, and may have no token.
     """
 
     index: int
@@ -88,3 +91,9 @@ class Delta:
     token_ids: list[int]
     finish_reason: FinishReason | None
     prompt_logprobs: list[list[TokenLogprob] | None] | None = None
+    prompt_index: int = 0  # which prompt, or branch, of those that were asked for in one call
+    stop_reason: int | str | None = None
+    token_logprobs: list[float] = field(default_factory=list)  # one for each token
+    logprobs: list[list[TokenLogprob]] | None = None
+    named_logprobs: list[list[TokenLogprob]] | None = None
+    entropies: list[float] | None = None

@@ -7,6 +7,7 @@ batches or blocks.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 from ramet.engine.adjust import TokenCounts, adjustment_of
 from ramet.engine.errors import BranchReleased
@@ -89,7 +90,11 @@ class Generation(Run):
             entropies=[] if params.return_entropy else None,
         )
         self._ends = (frozenset() if params.ignore_eos else eos_token_ids) | frozenset(params.stop_token_ids)
-        self._detokenizer = IncrementalDetokenizer(tokenizer) if tokenizer is not None else None
+        self._detokenizer = (
+            IncrementalDetokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
+            if tokenizer is not None
+            else None
+        )
         self._stops = StopChecker(params.stops)
         self._counts: TokenCounts | None = None
         self.prepare(None)
@@ -143,11 +148,13 @@ class Generation(Run):
         if self._counts is not None:
             self._counts.add(token_id)
         self.choice.add(draw)
-        if token_id in self._ends:
-            self.finish("stop", token_id)
-        elif (stop := self._add_text(token_id)) is not None:
+        ends = token_id in self._ends
+        shows = not ends or self.params.include_stop_str_in_output
+        if shows and (stop := self._add_text(token_id)) is not None:
             self._detokenizer = None  # the text has ended, whatever is still held
             self.finish("stop", stop)
+        elif ends:
+            self.finish("stop", token_id)
         elif self.num_tokens_left <= 0:
             self.finish("length")
 
@@ -159,8 +166,14 @@ class Generation(Run):
         if len(self.choice.token_ids) <= self.params.min_tokens:
             self.choice.text += delta
             return None
+        return self._show(delta)
+
+    def _show(self, delta: str) -> str | None:
+        """Add to the text what no stop string takes away; returns the one that is complete."""
         shown = self._stops.add(delta)
         self.choice.text += shown.text
+        if shown.stop is not None and self.params.include_stop_str_in_output:
+            self.choice.text += shown.stop
         return shown.stop
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
@@ -168,10 +181,9 @@ class Generation(Run):
         if self.finished:
             return
         if self._detokenizer is not None:
-            rest = self._stops.add(self._detokenizer.flush())
-            self.choice.text += rest.text
-            if rest.stop is not None:
-                reason, stop_reason = "stop", rest.stop
+            stop = self._show(self._detokenizer.flush())
+            if stop is not None:
+                reason, stop_reason = "stop", stop
             else:
                 self.choice.text += self._stops.finish()
         self.choice.finish_reason = reason
@@ -230,16 +242,26 @@ class Scoring(Run):
         self.logits_from = first
         self.targets = targets
         self.token_logprobs: list[float] = []
+        self.is_greedy = True
 
     def next_targets(self, count: int) -> list[int]:
         """The targets of the next `count` rows of logits."""
         done = len(self.token_logprobs)
         return self.targets[done : done + count]
 
-    def accept(self, logprobs: list[float]) -> None:
+    def accept(self, logprobs: list[float], *, greedy: bool) -> None:
         """Take the log-probabilities of the next targets; a long continuation comes in chunks."""
         self.token_logprobs += logprobs
+        self.is_greedy = self.is_greedy and greedy
         self.logits_from = self.first + len(self.token_logprobs)
+
+
+class Firsts(NamedTuple):
+    """What one row of logits says of several tokens that may come next."""
+
+    logprobs: list[float]
+    greedy: list[bool]
+    logits: list[float]
 
 
 class HeadScoring(Run):
@@ -251,7 +273,7 @@ class HeadScoring(Run):
     def __init__(self, candidates: list[list[int]]) -> None:
         super().__init__()
         self.candidates = candidates
-        self.first_logprobs: list[float] = []
+        self.firsts = Firsts([], [], [])
         self.rests: list[Scoring | None] = []
         self.children: list[Sequence] = []  # forks that compute the rests
 
@@ -261,6 +283,13 @@ class HeadScoring(Run):
     def scores(self) -> list[Score]:
         """One for each candidate, once all is done."""
         return [
-            Score(ids, [first, *(rest.token_logprobs if rest is not None else ())])
-            for ids, first, rest in zip(self.candidates, self.first_logprobs, self.rests, strict=True)
+            Score(
+                ids,
+                [logprob, *(rest.token_logprobs if rest is not None else ())],
+                greedy and (rest is None or rest.is_greedy),
+                logit,
+            )
+            for ids, logprob, greedy, logit, rest in zip(
+                self.candidates, *self.firsts, self.rests, strict=True
+            )
         ]

@@ -33,6 +33,7 @@ _WHOLE = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_
 _REAL = (
     "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"
 )  # fmt: skip
+_FLAGS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "echo", "return_entropy")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,8 @@ class SamplingParams:
         stop: texts that end a choice, and are cut off; one or up to 16. A tuple once the object is made.
         stop_token_ids: tokens that end a choice, beside the model's own; up to 64.
         ignore_eos: go on past the model's own end tokens.
+        skip_special_tokens: leave control tokens out of the text.
+        include_stop_str_in_output: leave the stop string, or the token, that ended a choice in its text.
         echo: let the text begin with that of the prompt; it is not searched for stop strings.
         logprobs: how many of the likeliest tokens to report with each token, 0 to 20; None reports none.
         prompt_logprobs: the same for the tokens of the prompt. 0 reports each token's own, which is kept with
@@ -89,6 +92,8 @@ class SamplingParams:
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
     echo: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -114,7 +119,7 @@ class SamplingParams:
         for field in ("logprobs", "prompt_logprobs"):
             if getattr(self, field) is not None:
                 check_int(field, getattr(self, field), 0, MAX_LOGPROBS)
-        for field in ("ignore_eos", "echo", "return_entropy"):
+        for field in _FLAGS:
             check_bool(field, getattr(self, field))
         self._freeze()
 

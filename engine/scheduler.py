@@ -3,20 +3,21 @@
 Decode rows come first, then prefill chunks, oldest first within a priority, under one token budget; then
 waiting requests are admitted in the same order. One whose next block somebody else is computing waits for it.
 When blocks run out: idle cached blocks go (the pages see to that), then idle branches are parked, least
-recently used first, and then a running request is preempted, which is parking too. A parked sequence comes
-back as a prompt of its own tokens.
+recently used first and leased ones last, and then a running request is preempted, which is parking too. A
+parked sequence comes back as a prompt of its own tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
+from itertools import chain
 
 from sortedcontainers import SortedKeyList
 
 from ramet.engine.admission import Gate
 from ramet.engine.errors import OutOfCapacity
 from ramet.engine.preemption import choose_victim
-from ramet.engine.sequence import Sequence
+from ramet.engine.sequence import Hold, Sequence
 from ramet.engine.step import Row, Step
 from ramet.radix.accounting import depth_first
 from ramet.radix.prefix_cache import OutOfBlocks, PrefixCache, Reservation
@@ -64,11 +65,13 @@ class Scheduler:
         self.max_batch_tokens = max_batch_tokens
         self.waiting = SortedKeyList(key=lambda sequence: sequence.rank)
         self.running: dict[Sequence, None] = {}  # in order of admission
-        self.idle: dict[Sequence, None] = {}  # live branches that nobody runs, least recently used first
+        # Live branches that nobody runs, least recently used first, by how fast they hold their blocks.
+        self.idle: dict[Hold, dict[Sequence, None]] = {hold: {} for hold in Hold}
         self.refused: list[tuple[Sequence, OutOfCapacity]] = []  # can never fit; the engine tells them
         self.complete: list[Sequence] = []  # had nothing to compute: all of it was cached
         self.gate: Gate | None = None  # a benchmark's: who may start, beside what the pages say
-        self.num_cached_tokens = 0  # of prompts, at their first admission
+        self.num_prompt_tokens = 0  # of all prompts, at their first admission
+        self.num_cached_tokens = 0  # those of them that were found in the cache
         self.num_preemptions = 0
         self.num_parked_idle = 0
 
@@ -76,7 +79,7 @@ class Scheduler:
 
     def submit(self, sequence: Sequence) -> None:
         """Queue a sequence that has a run."""
-        self.idle.pop(sequence, None)
+        self._leave_idle(sequence)
         self.waiting.add(sequence)
 
     def start_now(self, sequence: Sequence) -> None:
@@ -88,9 +91,7 @@ class Scheduler:
         """Forget a sequence, wherever it is."""
         if sequence in self.running:
             del self.running[sequence]
-        elif sequence in self.idle:
-            del self.idle[sequence]
-        else:
+        elif not self._leave_idle(sequence):
             self.waiting.discard(sequence)
 
     def rest(self, sequence: Sequence) -> None:
@@ -98,7 +99,27 @@ class Scheduler:
         self.remove(sequence)
         if sequence.is_live:
             sequence.live_cursor.row = None
-            self.idle[sequence] = None
+            self.idle[sequence.hold][sequence] = None
+
+    def hold(self, sequence: Sequence, hold: Hold) -> None:
+        """From now on let a branch hold its blocks this fast while it is idle."""
+        was_idle = self._leave_idle(sequence)
+        sequence.hold = hold
+        if was_idle:
+            self.idle[hold][sequence] = None
+
+    def park(self, sequence: Sequence) -> None:
+        """Let an idle branch give up its blocks now, whatever holds them."""
+        if self._leave_idle(sequence):
+            self._park(sequence)
+
+    def _leave_idle(self, sequence: Sequence) -> bool:
+        """Whether it was idle; then it is not any more."""
+        queue = self.idle[sequence.hold]
+        if sequence not in queue:
+            return False
+        del queue[sequence]
+        return True
 
     @property
     def has_work(self) -> bool:
@@ -236,6 +257,7 @@ class Scheduler:
                 # The last token of a prompt always runs, so that there are logits.
                 sequence.num_cached_tokens = min(cursor.length, len(tokens) // TOKEN_BYTES - 1)
                 self.num_cached_tokens += sequence.num_cached_tokens
+                self.num_prompt_tokens += len(tokens) // TOKEN_BYTES
         sequence.live_cursor.keep_row()
         assert sequence.run is not None, "a waiting sequence has a run"
         sequence.run.admitted(sequence)
@@ -254,7 +276,7 @@ class Scheduler:
 
     def _park_idle(self, wanting: Sequence | None) -> bool:
         """Park the least recently used idle branch, or else the youngest that waits with its blocks held."""
-        for sequence in self.idle:
+        for sequence in chain(self.idle[Hold.NONE], self.idle[Hold.LEASE]):
             self.num_parked_idle += 1
             return self._park(sequence)
         return any(self._park(sequence) for sequence in reversed(self.waiting) if sequence is not wanting)
@@ -274,7 +296,7 @@ class Scheduler:
         if not sequence.is_live:
             return False
         sequence.live_cursor.park()
-        self.idle.pop(sequence, None)
+        self._leave_idle(sequence)
         return True
 
     def _preempt(self, picks: list[Pick]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable
+from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from ramet.radix.cursor import Cursor, State
@@ -12,6 +13,14 @@ if TYPE_CHECKING:
     from ramet.engine.runs import Run
 
 _ids = itertools.count(1)
+
+
+class Hold(IntEnum):
+    """How fast an idle branch keeps its blocks when others lack some."""
+
+    NONE = 0
+    LEASE = 1  # they go after those of all idle branches without one
+    PIN = 2  # they stay
 
 
 class Sequence:
@@ -25,6 +34,7 @@ class Sequence:
         "arrival",
         "cacheable",
         "cursor",
+        "hold",
         "id",
         "keep",
         "namespace",
@@ -43,6 +53,7 @@ class Sequence:
         self.cursor: Cursor | None = None  # None until first admitted
         self.run: Run | None = None  # None while idle
         self.cacheable = True  # whether its pages may serve others, and stay when it goes
+        self.hold = Hold.NONE
         self.priority = 0  # of its run: higher comes first
         self.arrival: tuple[int, ...] = ()  # orders requests; a fork comes right after what it came from
         self.safe_until = 0  # not preempted again before it has this many tokens

@@ -33,12 +33,14 @@ def check_invariants(llm: LLM) -> None:
     check(engine.cache, [s.cursor for s in engine.sequences if s.cursor is not None])
     assert not engine.cache.reservations, "a reservation outlived its step"
     scheduler = engine.scheduler
-    for sequence in [*scheduler.running, *scheduler.waiting, *scheduler.idle]:
+    idle = [sequence for queue in scheduler.idle.values() for sequence in queue]
+    assert all(one in scheduler.idle[one.hold] for one in idle), "an idle branch is in the wrong queue"
+    for sequence in [*scheduler.running, *scheduler.waiting, *idle]:
         assert sequence in engine.sequences, "a released sequence is still scheduled"
     for sequence in engine.sequences:
         queued = (sequence in scheduler.running) + (sequence in scheduler.waiting)
         assert queued == (sequence.run is not None), "a run is in exactly one queue"
-        assert not (sequence in scheduler.idle and queued), "an idle branch is queued"
+        assert not (sequence in idle and queued), "an idle branch is queued"
         assert sequence.num_computed <= len(sequence.token_ids), "KV without a token"
     if isinstance(engine.runner, ModelRunner):
         engine.runner.pool.check()

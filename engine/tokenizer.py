@@ -50,6 +50,7 @@ class Tokenizer:
         self._backend: Any = backend
         self.vocab_size: int = len(self.hf)
         added = self.hf.added_tokens_decoder
+        self.added_ids = frozenset(added)
         self._control_ids = {str(token): token_id for token_id, token in added.items() if token.special}
         self.special_ids = frozenset(self._control_ids.values())
         eos = self.hf.eos_token_id
@@ -87,6 +88,20 @@ class Tokenizer:
     def has_text(self, token_id: int) -> bool:
         """Whether the id stands for anything: a model's vocabulary may be padded beyond its tokenizer's."""
         return self._backend.id_to_token(token_id) is not None
+
+    def piece(self, token_id: int) -> str | None:
+        """How the vocabulary spells the token, which is not its text; None if it is not in there."""
+        piece: str | None = self._backend.id_to_token(token_id)
+        return piece
+
+    @property
+    def is_byte_level(self) -> bool:
+        """Whether the vocabulary spells bytes, as GPT-2's does."""
+        return "ByteLevel" in repr(self._backend.decoder)
+
+    def copy(self) -> Tokenizer:
+        """One of its own for another thread: a few calls change settings while they run."""
+        return Tokenizer(copy.deepcopy(self.hf))
 
     def apply_chat_template(
         self,
@@ -133,14 +148,12 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False, control_tokens=False) if text else []
 
     def _render(self, content: Any, add_generation_prompt: bool, options: dict[str, Any]) -> str:
-        from jinja2 import TemplateError
-
         messages, tools = content
         options = {"tools": tools or None, "add_generation_prompt": add_generation_prompt, **options}
         try:
             rendered: str = self.hf.apply_chat_template(messages, tokenize=False, **options)
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
-            # Templates are programs: a message of the wrong form fails in any of these ways.
+        except Exception as error:
+            # Templates are programs: a message of the wrong form fails in any way that a program can.
             raise InvalidInput("messages", f"are refused by the chat template ({error})") from error
         return rendered
 

@@ -9,6 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ramet.api.async_client import AsyncClient as AsyncClient
+    from ramet.api.client import Client as Client
+    from ramet.api.client_calls import ApiError as ApiError
     from ramet.engine.async_llm import AsyncBranch as AsyncBranch, AsyncLLM as AsyncLLM
     from ramet.engine.branch import Branch as Branch
     from ramet.engine.errors import (
@@ -32,6 +35,9 @@ _HOME_OF = {
     "Branch": "ramet.engine.branch",
     "AsyncLLM": "ramet.engine.async_llm",
     "AsyncBranch": "ramet.engine.async_llm",
+    "Client": "ramet.api.client",
+    "AsyncClient": "ramet.api.async_client",
+    "ApiError": "ramet.api.client_calls",
     "Choice": "ramet.engine.outputs",
     "Delta": "ramet.engine.outputs",
     "Output": "ramet.engine.outputs",

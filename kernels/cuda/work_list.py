@@ -80,8 +80,8 @@ class WorkList:
         """Whether the lists hold for a step: the same tree, its rows [R] grown a little at most."""
         if tree != self.shape.tree:
             return False
-        grown = kv_lens - self.shape.kv_lens
-        return bool((grown >= 0).all() and (grown <= self._spare_tokens).all())
+        grown = (kv_lens - self.shape.kv_lens).view(np.uint64)  # a row that went back grew by very much
+        return bool((grown <= self._spare_tokens).all())
 
     def _segments(self) -> Segments:
         _, shared, private_block0, _, kv_lens = self.shape
@@ -164,7 +164,7 @@ class WorkList:
         self.num_blocks[segments.num_shared :] += -(-SPARE_TOKENS // size)
         ends = np.cumsum(self.num_blocks)
         first_ids = ends - self.num_blocks
-        self._spare_tokens = np.zeros_like(kv_lens)  # [R]
+        self._spare_tokens = np.zeros(len(kv_lens), dtype=np.uint64)  # [R]
         self._spare_tokens[private] = SPARE_TOKENS
         # Where block 0 of each row's table would lie. Rows without a private segment do not grow. Their last
         # blocks have places behind all others, which nobody reads.

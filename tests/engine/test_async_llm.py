@@ -148,6 +148,8 @@ def test_errors_reach_their_caller_and_nobody_else() -> None:
             await engine.generate([[]])
         with pytest.raises(InvalidInput):
             await anext(engine.stream([600]))
+        with pytest.raises(InvalidInput, match="prompt"):
+            await anext(engine.stream(5))  # type: ignore[arg-type]
         with pytest.raises(InvalidInput):
             await anext(engine.stream(PROMPT, max_unread=0))
         with fail_forward(llm, 3), pytest.raises(StepFailed):
@@ -201,6 +203,90 @@ def test_a_bug_in_the_loop_reaches_everybody() -> None:
         await engine.close()
 
     asyncio.run(main())
+
+
+def test_several_prompts_are_read_while_they_come() -> None:
+    prompts = [[1, 2, 3], PROMPT]
+    settings: dict[str, Any] = {"n": 2, "seed": 3, "max_tokens": 6, "logprobs": 1, "return_entropy": True}
+    expected = scripted().generate(prompts, **settings)
+
+    async def work(engine: AsyncLLM) -> None:
+        with engine.start(prompts, max_unread=2, **settings) as started:
+            await started.started()
+            told: dict[tuple[int, int], list[Any]] = {(p, i): [] for p in range(2) for i in range(2)}
+            async for delta in started.deltas():
+                told[delta.prompt_index, delta.index].append(delta)
+            outputs = await started.result()
+        for (prompt_index, index), deltas in told.items():
+            choice = expected[prompt_index].choices[index]
+            assert outputs[prompt_index].choices[index] == choice
+            assert [t for d in deltas for t in d.token_ids] == choice.token_ids
+            assert [t for d in deltas for t in d.token_logprobs] == choice.token_logprobs
+            assert [t for d in deltas for t in d.logprobs] == choice.logprobs
+            assert [t for d in deltas for t in d.entropies] == choice.entropies
+            assert [d.finish_reason for d in deltas if d.finish_reason] == ["length"]
+
+    run(work)
+
+
+def test_cancelled_work_keeps_its_tokens() -> None:
+    llm = scripted()
+
+    async def work(engine: AsyncLLM) -> None:
+        with engine.start(PROMPT, n=2, max_tokens=10_000, max_unread=4) as started:
+            deltas = [await started.read()]
+            await started.cancel()
+            while new := await started.read():
+                deltas.append(new)
+            choices = (await started.result())[0].choices
+        for choice in choices:
+            assert choice.finish_reason == "abort" and 0 < len(choice.token_ids) < 10_000
+            mine = [d for many in deltas for d in many if d.index == choice.index]
+            assert [t for d in mine for t in d.token_ids] == choice.token_ids
+            assert mine[-1].finish_reason == "abort"
+        async with await engine.branch(PROMPT) as branch:
+            with branch.start_expand(n=2, max_tokens=10_000, max_unread=4) as growing:
+                await growing.read()
+                await growing.cancel()
+                kids = await growing.result()
+            assert [kid.token_ids[: len(PROMPT)] for kid in kids] == [PROMPT, PROMPT]
+            with branch.start_generate(max_tokens=10_000, max_unread=4) as generating:
+                await generating.read()
+                await generating.cancel()
+                choice = await generating.result()
+            assert branch.token_ids == [*PROMPT, *choice.token_ids]
+
+    run(work, llm)
+
+
+def test_work_that_is_closed_early_leaves_nothing_and_says_so() -> None:
+    async def work(engine: AsyncLLM) -> None:
+        started = engine.start(PROMPT, max_tokens=10_000, max_unread=4)
+        await started.read()
+        started.close()
+        started.close()
+        with pytest.raises(Closed):
+            await started.result()
+        with pytest.raises(InvalidInput):
+            await engine.start([600]).started()
+        assert not (await engine.stats()).num_running
+
+    run(work)
+
+
+def test_namespaces_share_nothing() -> None:
+    async def work(engine: AsyncLLM) -> None:
+        cached = [
+            (await engine.generate(PROMPT, max_tokens=1, namespace=name))[0].num_cached_tokens
+            for name in ("a", "b", "a")
+        ]
+        assert cached == [0, 0, len(PROMPT) // 16 * 16]
+        async with await engine.branch(PROMPT, namespace="c") as branch:
+            await branch.generate(max_tokens=1)
+            output = (await engine.generate(PROMPT, max_tokens=1, namespace="c"))[0]
+            assert output.num_cached_tokens == len(PROMPT) // 16 * 16
+
+    run(work)
 
 
 @pytest.mark.parametrize("verb", ["stream", "fork", "expand", "branch"])

@@ -127,3 +127,16 @@ def test_g2_characters_split_over_tokens(said: bytes, text: str) -> None:
     llm = saying(ids, [1], byte_tokenizer())
     found, token_ids, _ = both_ways(llm, [1], max_tokens=len(ids))
     assert (found, token_ids) == (text, ids)
+
+
+def test_a_stop_string_or_end_token_can_stay_in_the_text() -> None:
+    script = [ID["ABC"], ID["DEF"], ID["GH"], ID["X"]]
+    llm = saying(script, [0], word_tokenizer())
+    keep: dict[str, Any] = {"include_stop_str_in_output": True, "stop_token_ids": [END]}
+    assert both_ways(llm, [0], stop="FG", **keep) == ("ABCDEFG", script[:3], "FG")
+    assert both_ways(llm, [0], **keep)[0] == "ABCDEFGHX"
+    text, tokens, reason = both_ways(llm, [0], skip_special_tokens=False, **keep)
+    assert (text, tokens, reason) == ("ABCDEFGHX</s>", [*script, END], END)
+    hide: dict[str, Any] = {"skip_special_tokens": False, "stop_token_ids": [END]}
+    assert both_ways(llm, [0], **hide)[0] == "ABCDEFGHX"
+    assert both_ways(llm, [0], skip_special_tokens=False, max_tokens=5)[0] == "ABCDEFGHX</s>"

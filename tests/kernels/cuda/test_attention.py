@@ -70,7 +70,7 @@ def test_a_row_that_was_extended_in_between_is_read_anew(device: str) -> None:
             *torch.zeros(2, num_queries, 1, 16, device=device),
             0.25,
         )
-    assert pool.workspaces[2].block_ids.tensor[:4].tolist() == table
+    assert pool.workspaces[2].step.block_ids[:4].tolist() == table
 
 
 def test_an_engine_runs_on_it(tiny_module: Any, device: str) -> None:

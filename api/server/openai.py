@@ -1,0 +1,86 @@
+"""The endpoints that OpenAI's clients call."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from ramet.api.server.answers import respond
+from ramet.api.server.chat_completions import ChatAnswer, chat_params, chat_prompt
+from ramet.api.server.completions import CompletionAnswer, completion_params
+from ramet.api.server.errors import not_found
+from ramet.api.server.json_body import StrictRoute
+from ramet.api.server.schemas import ChatRequest, CompletionRequest
+from ramet.api.server.state import request_id_of, state_of, tenant_of
+
+router = APIRouter(route_class=StrictRoute)
+_MAX_UNREAD = 256  # tokens of a choice that wait for a slow client before the choice does
+
+
+@router.post("/v1/completions", response_model=None)
+async def completions(body: CompletionRequest, request: Request) -> Response:
+    """Continue one prompt or many, each a text or token ids."""
+    state, tenant = state_of(request), tenant_of(request)
+    model = state.check_model(body.model)
+    with ExitStack() as held:
+        works = held.enter_context(tenant.running(request_id_of(request)))
+        prompts = await state.text.prompts(
+            body.prompt, add_special_tokens=body.add_special_tokens is not False
+        )
+        params = completion_params(body, len(prompts))
+        answer = CompletionAnswer(state, body, model, prompts, params.n)
+        work = held.enter_context(
+            state.engine.start(
+                prompts,
+                params,
+                namespace=tenant.namespace(body.cache_salt),
+                max_unread=_MAX_UNREAD if body.stream else None,
+            )
+        )
+        works.append(work)
+        return await respond(request, answer, work, held)
+
+
+@router.post("/v1/chat/completions", response_model=None)
+async def chat_completions(body: ChatRequest, request: Request) -> Response:
+    """Continue a conversation."""
+    state, tenant = state_of(request), tenant_of(request)
+    model = state.check_model(body.model)
+    with ExitStack() as held:
+        works = held.enter_context(tenant.running(request_id_of(request)))
+        params = chat_params(body)
+        prompt = await chat_prompt(state, body)
+        answer = ChatAnswer(state, body, model, [prompt], params.n)
+        work = held.enter_context(
+            state.engine.start(
+                [prompt],
+                params,
+                namespace=tenant.namespace(body.cache_salt),
+                max_unread=_MAX_UNREAD if body.stream else None,
+            )
+        )
+        works.append(work)
+        return await respond(request, answer, work, held)
+
+
+@router.post("/v1/chat/completions/render")
+async def render(body: ChatRequest, request: Request) -> dict[str, Any]:
+    """What the model would read; nothing runs."""
+    state = state_of(request)
+    state.check_model(body.model)
+    chat_params(body)
+    prompt = await chat_prompt(state, body)
+    return {"prompt": state.text.decode(prompt), "prompt_token_ids": prompt}
+
+
+@router.post("/v1/requests/{request_id}/cancel")
+async def cancel(request_id: str, request: Request) -> dict[str, Any]:
+    """End what runs under the x-request-id that this client sent or was given; tokens so far are kept."""
+    count = await tenant_of(request).cancel(request_id)
+    state_of(request).metrics.cancelled(count)
+    if not count:
+        raise not_found("request", request_id)
+    return {"id": request_id, "object": "request", "cancelled": count}

@@ -1,0 +1,150 @@
+"""Text to tokens and back, on a thread of its own with a tokenizer of its own: a long prompt holds up neither
+the event loop nor the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from typing import Any, TypeVar
+
+from ramet.api.server.errors import ApiError, invalid
+from ramet.engine.async_llm import AsyncLLM
+from ramet.engine.errors import InvalidInput
+from ramet.engine.token_bytes import TokenBytes
+from ramet.engine.tokenizer import IncrementalDetokenizer, Tokenizer, validate_token_ids
+
+T = TypeVar("T")
+MAX_PROMPTS = 1024
+
+
+class Text:
+    """The tokenizer as the server uses it. Everything raises ApiError or InvalidInput, naming the field."""
+
+    def __init__(self, engine: AsyncLLM) -> None:
+        self.vocab_size = engine.vocab_size
+        self._tokenizer = None if engine.tokenizer is None else engine.tokenizer.copy()
+        self._bytes = None if self._tokenizer is None else TokenBytes(self._tokenizer)
+        self._pool = ThreadPoolExecutor(1, "ramet-text")
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+    @cached_property
+    def _reserved_options(self) -> set[str]:
+        """What a template gets from elsewhere."""
+        hf = self.tokenizer.hf
+        return {"messages", *inspect.signature(hf.apply_chat_template).parameters, *hf.special_tokens_map}
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """For what changes no setting of it, and is short. Raises ApiError if the model has none."""
+        if self._tokenizer is None:
+            raise ApiError(
+                400, "this model has no tokenizer: only token ids can be used", code="no_tokenizer"
+            )
+        return self._tokenizer
+
+    async def _run(self, function: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function)
+
+    async def encode(
+        self, text: str, field: str, *, add_special_tokens: bool = True, control_tokens: bool = True
+    ) -> list[int]:
+        tokenizer = self.tokenizer
+        return await self._run(
+            lambda: tokenizer.encode(
+                text, add_special_tokens=add_special_tokens, control_tokens=control_tokens
+            )
+        )
+
+    async def prompts(self, prompt: object, *, add_special_tokens: bool = True) -> list[list[int]]:
+        """One prompt or a list of them, each a text or token ids, as lists of token ids."""
+        many = _split(prompt)
+        found = []
+        for index, one in enumerate(many):
+            field = "prompt" if len(many) == 1 else f"prompt.{index}"
+            if isinstance(one, str):
+                token_ids = await self.encode(one, field, add_special_tokens=add_special_tokens)
+            else:
+                token_ids = validate_token_ids(one, self.vocab_size, field)
+            if not token_ids:
+                raise invalid(field, "must hold at least one token")
+            found.append(token_ids)
+        return found
+
+    async def chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        options: dict[str, Any] | None = None,
+    ) -> list[int]:
+        """The token ids of a conversation; `options` go to the chat template."""
+        tokenizer = self.tokenizer
+        if continue_final_message and add_generation_prompt:
+            raise invalid("continue_final_message", "needs add_generation_prompt to be false")
+        taken = sorted(self._reserved_options & set(options or ()))
+        if taken:
+            raise invalid("chat_template_kwargs", f"must not hold {', '.join(taken)}")
+        more = dict(options or {})
+        if continue_final_message:
+            more["continue_final_message"] = True
+        try:
+            return await self._run(
+                lambda: tokenizer.apply_chat_template(
+                    messages, add_generation_prompt=add_generation_prompt, **more
+                )
+            )
+        except InvalidInput as error:
+            raise invalid("messages", error.limit) from error
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def preview(self, token_ids: Sequence[int]) -> str:
+        """A few tokens as a text, if there is one."""
+        return "" if self._tokenizer is None else self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    # -- single tokens -------------------------------------------------------------------------------
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b"" if self._bytes is None else self._bytes[token_id]
+
+    def token_text(self, token_id: int, *, as_id: bool = False) -> str:
+        """How log-probabilities name a token: its text; its bytes if they are no text; or its id.
+
+        Two tokens of a vocabulary may have one text, but then one of them is a control token, or spelled in
+        bytes, so names seldom meet.
+        """
+        if as_id or self._bytes is None:
+            return f"token_id:{token_id}"
+        raw = self._bytes[token_id]
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def pieces(self, *, skip_special_tokens: bool) -> IncrementalDetokenizer | None:
+        """What tells which part of a text each token adds."""
+        if self._tokenizer is None:
+            return None
+        return IncrementalDetokenizer(self._tokenizer, skip_special_tokens=skip_special_tokens)
+
+
+def _split(prompt: object) -> list[Any]:
+    """The prompts in what OpenAI calls a prompt: a text, token ids, or a list of one or the other."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(prompt, list):
+        raise invalid("prompt", "must be a text, a list of token ids, or a list of those")
+    if not prompt:
+        raise invalid("prompt", "must hold at least one token")
+    if all(isinstance(one, (str, list)) for one in prompt):
+        if len(prompt) > MAX_PROMPTS:
+            raise invalid("prompt", f"must hold at most {MAX_PROMPTS} prompts, got {len(prompt)}")
+        return prompt
+    return [prompt]

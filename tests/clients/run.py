@@ -1,0 +1,69 @@
+"""Other people's clients against a real server: each in an environment of its own, versions pinned.
+
+    python tests/clients/run.py [NAME ...]
+
+The server is this environment's, with the embedded model in float32. A client is a script beside this file;
+its first line names the packages that it needs, and its exit status says whether it is content.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+from ramet.api.serve_process import serving
+
+HERE = Path(__file__).parent
+ENVIRONMENTS = HERE.parents[1] / ".venv-clients"
+NAMES = (
+    "openai_sdk",
+    "langchain_chat",
+    "inspect_eval",
+    "lm_eval_scores",
+    "treequest_search",
+    "schema_fuzz",
+    "curl_cut",
+)
+
+
+def main() -> int:
+    """Run the clients that were named, or all; returns how many were not content."""
+    names = sys.argv[1:] or NAMES
+    unknown = sorted(set(names) - set(NAMES))
+    if unknown:
+        print(f"no such client: {', '.join(unknown)}; there are {', '.join(NAMES)}", file=sys.stderr)
+        return 2
+    failed = []
+    with serving("smollm2", "--dtype", "float32", "--num-blocks", "1024") as url:
+        for name in names:
+            print(f"==> {name}", flush=True)
+            script = HERE / f"{name}.py"
+            done = subprocess.run([_python_for(script), script, url, sys.executable], check=False)
+            if done.returncode:
+                failed.append(name)
+    print(f"{len(names) - len(failed)} passed, {len(failed)} failed")
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return len(failed)
+
+
+def _python_for(script: Path) -> Path:
+    """The interpreter of the environment that a script asks for; made once for each list of packages."""
+    first = script.read_text().splitlines()[0]
+    packages = first.removeprefix("# needs:").split() if first.startswith("# needs:") else []
+    key = hashlib.sha256(" ".join(packages).encode()).hexdigest()[:12]
+    folder = ENVIRONMENTS / f"{script.stem}-{key}"
+    python = folder / "bin" / "python"
+    if not (folder / ".installed").exists():
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+        if packages:
+            pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+            subprocess.run([*pip, *packages], check=True)
+        (folder / ".installed").touch()
+    return python
+
+
+if __name__ == "__main__":
+    sys.exit(main())
