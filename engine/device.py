@@ -50,6 +50,24 @@ def move(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
         raise InvalidInput("device", "must have room for the model's weights", str(device)) from error
 
 
+def convert(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    """The module in another dtype, all but the frequencies of its rotary embedding.
+
+    Transformers loads those in fp32, whatever the weights are in: rounded to bfloat16 they turn a key by up
+    to a radian too far after a few thousand tokens.
+    """
+    kept = [
+        (owner, name, frequencies)
+        for owner in module.modules()
+        for name, frequencies in owner.named_buffers(recurse=False)
+        if name.endswith("inv_freq")
+    ]
+    module = module.to(dtype)
+    for owner, name, frequencies in kept:
+        setattr(owner, name, frequencies)
+    return module
+
+
 def check_weights(module: Any, name: str) -> None:
     """Raise UnsupportedModel unless all weights lie on one device that ramet runs on, in its numbers."""
     devices = {parameter.device for parameter in module.parameters()}

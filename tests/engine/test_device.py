@@ -125,3 +125,14 @@ def test_weights_in_other_numbers_are_refused_unless_they_are_converted() -> Non
         LLM(tiny_llama().double(), device="cpu", num_blocks=8)
     llm = LLM(tiny_llama().double(), device="cpu", dtype="float32", num_blocks=8)
     assert llm.generate([1, 2], max_tokens=1)[0].choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rotary_frequencies_stay_exact(dtype: str) -> None:
+    """As transformers' own loading leaves them: position 900 is turned by the angles that it should be."""
+    module, exact = tiny_llama(head_dim=64), tiny_llama(head_dim=64).model.rotary_emb
+    LLM(module, device="cpu", dtype=dtype, num_blocks=8)
+    positions = torch.tensor([[900]])
+    found = module.model.rotary_emb(torch.zeros(1, dtype=getattr(torch, dtype)), positions)
+    for got, want in zip(found, exact(torch.zeros(1), positions), strict=True):
+        assert (got.float() - want).abs().max() <= 2**-9  # half an ulp of bfloat16 below 1
