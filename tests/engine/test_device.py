@@ -50,7 +50,19 @@ def loads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda asked: (9, 0))
+    monkeypatch.setattr(device, "find_spec", lambda name: name)
     monkeypatch.setattr(build, "load_model", load)
+
+
+@pytest.mark.usefixtures("loads_nothing")
+def test_a_gpu_without_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda asked: (7, 0))
+    with pytest.raises(InvalidInput, match=r"device must be a GPU of compute capability 7\.5 .* has 7\.0"):
+        LLM("any", device="cuda")
+    monkeypatch.setattr(device, "find_spec", lambda name: None)
+    with pytest.raises(InvalidInput, match="device must be the CPU where Triton is not installed"):
+        LLM("any", device="cuda")
 
 
 @pytest.mark.usefixtures("loads_nothing")
