@@ -47,7 +47,7 @@ class LLM:
         block_size: token slots of a block; on a GPU a power of two.
         num_blocks: blocks in the pool; None sizes it from the memory that is free.
         max_model_len: a context limit below the model's own.
-        max_batch_tokens: token budget of a step.
+        max_batch_tokens: token budget of a step; on a GPU at most 32,768.
         min_partial: tokens that a prefix hit inside a block must have to be used; 1 is exact to the token,
             None a quarter of a block.
         seed: where requests without a seed get theirs from.
