@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from ramet.engine.beam_search import BeamSearch
 from ramet.engine.engine import Engine
 from ramet.engine.operation import Operation
 from ramet.engine.outputs import Delta
@@ -71,6 +72,9 @@ class Task:
         if self.ended:
             return False
         runs = set(self.runs)
+        for run in runs:
+            if isinstance(run, BeamSearch):
+                run.cancel(engine)
         for sequence in [one for one in engine.sequences if one.run in runs]:
             engine.abort(sequence)
         return True

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+from typing import Any
 
 import torch
 
-from ramet.engine.errors import InvalidInput
+from ramet.engine.errors import InvalidInput, UnsupportedModel
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _TYPES = ("cpu", "cuda")
@@ -32,13 +33,33 @@ def pick_device(device: str | torch.device) -> torch.device:
 def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     """The dtype; "auto" is bfloat16 where the device multiplies it fast, or else float32."""
     if dtype == "auto":
-        is_fast = _gpu_has_bf16() if device.type == "cuda" else _cpu_has_bf16()
+        is_fast = _gpu_has_bf16(device) if device.type == "cuda" else _cpu_has_bf16()
         return torch.bfloat16 if is_fast else torch.float32
     chosen = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if chosen not in _DTYPES.values():
         raise InvalidInput("dtype", 'must be "auto", "float32", "bfloat16" or "float16"', dtype)
     assert chosen is not None, "None is not among the dtypes"
     return chosen
+
+
+def move(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """The module on a device. Raises InvalidInput if it has no room for the weights."""
+    try:
+        return module.to(device)
+    except torch.OutOfMemoryError as error:
+        raise InvalidInput("device", "must have room for the model's weights", str(device)) from error
+
+
+def check_weights(module: Any, name: str) -> None:
+    """Raise UnsupportedModel unless all weights lie on one device that ramet runs on, in its numbers."""
+    devices = {parameter.device for parameter in module.parameters()}
+    if len(devices) > 1 or any(device.type not in _TYPES for device in devices):
+        where = ", ".join(sorted(map(str, devices)))
+        raise UnsupportedModel(name, f"its weights lie on {where}; device= moves them to one CPU or GPU")
+    dtype = module.get_input_embeddings().weight.dtype
+    if dtype not in _DTYPES.values():
+        names = ", ".join(_DTYPES)
+        raise UnsupportedModel(name, f"its weights are {dtype}; dtype= makes them one of {names}")
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -64,8 +85,9 @@ def use_expandable_segments() -> None:
         settings("expandable_segments:True")
 
 
-def _gpu_has_bf16() -> bool:
-    return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+def _gpu_has_bf16(device: torch.device) -> bool:
+    with torch.cuda.device(device):
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
 
 def _cpu_has_bf16() -> bool:
