@@ -43,7 +43,8 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
             )
         )
         works.append(work)
-        await work.started()
+        if body.stream:
+            await work.started()  # an error is no stream yet
         return await respond(request, answer, work, held)
 
 
@@ -69,7 +70,8 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
             )
         )
         works.append(work)
-        await work.started()
+        if body.stream:
+            await work.started()  # an error is no stream yet
         return await respond(request, answer, work, held)
 
 
