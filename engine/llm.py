@@ -365,8 +365,8 @@ class LLM:
                 branch._sequence.truncate(length)
             raise
         finally:
-            for branch in branches:
-                self.engine.abort(branch._sequence)
+            for branch, run in zip(branches, runs, strict=True):
+                self.engine.abort(branch._sequence, run)
         for branch, run in zip(branches, runs, strict=True):
             branch.output = run.choice
         return [run.choice for run in runs]
