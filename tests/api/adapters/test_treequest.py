@@ -110,9 +110,8 @@ def test_what_fails_leaves_no_branch_and_the_search_can_go_on(make_tiny: MakeLLM
 
     async def use(_: AsyncLLM, root: AsyncBranch) -> None:
         search = BranchSearch(Chain(), root, third_fails, ACTIONS)
-        with pytest.raises(BaseExceptionGroup) as caught:
+        with pytest.raises(RuntimeError, match=r"^no value$"):
             await search.run(4, batch_size=4)
-        assert caught.group_contains(RuntimeError, match="no value")
         assert len(root._branch.children) == len(search.state) < 4
         told = len(search.state)
         await search.run(1)
