@@ -26,8 +26,9 @@ from ramet.engine.errors import RametError
 from ramet.engine.llm import LLM
 from ramet.engine.look import BranchLook, TreeLook, look_at, look_at_all
 from ramet.engine.operation import Operation, T
-from ramet.engine.outputs import Choice, Delta, Output, Score
+from ramet.engine.outputs import Choice, Delta, NextToken, Output, Score
 from ramet.engine.sampling_params import SamplingParams
+from ramet.engine.scoring import Normalize
 from ramet.engine.sequence import Hold
 from ramet.engine.tokenizer import Tokenizer
 
@@ -435,8 +436,13 @@ class AsyncBranch:
         operation = lambda: self._branch._beam_searching(params, settings, on_progress)  # noqa: E731
         return self.llm._start(operation, None, self.llm._wrap, prune_all)
 
-    async def score(self, candidates: Seq[Prompt], *, suffix: Prompt | None = None) -> list[Score]:
-        return await self.llm._run(lambda: self._branch._scoring(candidates, suffix))
+    async def score(
+        self, candidates: Seq[Prompt], *, suffix: Prompt | None = None, normalize: Normalize = "none"
+    ) -> list[Score]:
+        return await self.llm._run(lambda: self._branch._scoring(candidates, suffix, normalize))
+
+    async def next_tokens(self, labels: Seq[str | int], *, suffix: Prompt | None = None) -> list[NextToken]:
+        return await self.llm._run(lambda: self._branch._naming(labels, suffix))
 
     async def truncate(self, position: int) -> None:
         await self.llm._call(lambda: self._branch.truncate(position))

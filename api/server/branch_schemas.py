@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, WithJsonSchema
 
 from ramet.api.server.schemas import Body, Message, Neutral, SamplingFields
+from ramet.engine.scoring import Normalize
 
 MAX_BATCH = 256
 MAX_CANDIDATES = 256
@@ -107,7 +108,7 @@ class ScoreRequest(Body):
     candidates: list[Candidate] | None = Field(None, max_length=MAX_CANDIDATES)
     next_token_candidates: list[str] | None = Field(None, max_length=MAX_CANDIDATES)
     suffix: Candidate | None = None
-    normalize: Literal["none", "tokens", "bytes", "softmax"] | None = None
+    normalize: Normalize | None = None
     return_token_logprobs: bool | None = None
 
 
