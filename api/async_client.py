@@ -147,6 +147,11 @@ class AsyncBranch:
     def tree_id(self) -> str:
         return str(self.info["tree_id"])
 
+    @property
+    def position(self) -> int:
+        """How many tokens there are, as the server said it last."""
+        return int(self.info["position"])
+
     async def token_ids(self) -> list[int]:
         return list((await self.refresh("token_ids"))["token_ids"])
 

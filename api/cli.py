@@ -29,6 +29,7 @@ class Bench(StrEnum):
     cpu = "cpu"
     throughput = "throughput"
     serve = "serve"
+    search = "search"
 
 
 Model = Annotated[
@@ -262,6 +263,7 @@ def bench(
     cpu        nine workloads on this CPU, beside transformers and llama.cpp; 15 minutes
     throughput tokens a second at one latency, paged and reserved; some minutes
     serve      HTTP beside the same work in process; some minutes
+    search     what searches compute over branches, and as flat requests; some minutes
 
     A bench that ran exits with 0, whatever it found: the targets say whether the numbers are good.
 
@@ -320,3 +322,7 @@ def _measure(name: Bench, device: str, plot: Path | None) -> Report:
             from ramet.api import bench_serve
 
             return bench_serve.run()
+        case Bench.search:
+            from ramet.api import bench_search
+
+            return bench_search.run()

@@ -20,8 +20,8 @@ Path: TypeAlias = tuple[Part, ...]  # of a node, from the root
 
 
 class Ramet:
-    def __init__(self, dtype: str = "auto") -> None:
-        self.llm = LLM("smollm2", dtype=dtype, num_blocks=1024)
+    def __init__(self, llm: LLM | None = None) -> None:
+        self.llm = LLM("smollm2", num_blocks=1024) if llm is None else llm
         self._first: float | None = None
         self._generated_before = 0
         self.llm.on_step(self._note_first)
@@ -83,7 +83,7 @@ class Ramet:
     def _beams(self, prompt: list[int], call: Call) -> Samples:
         """Beam search out of forks: each step keeps the likeliest `n` of all continuations."""
         root = self.llm.branch(prompt)
-        beams: list[tuple[Branch, float]] = [(root.fork()[0], 0.0)]
+        beams: list[tuple[Branch, float]] = [(root, 0.0)]
         for _ in range(call.max_tokens):
             branches = [branch for branch, _ in beams]
             self.llm.step(branches, temperature=0.0, logprobs=call.n, ignore_eos=True)

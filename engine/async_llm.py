@@ -365,11 +365,16 @@ class AsyncBranch:
     def __len__(self) -> int:
         return len(self._branch)
 
+    @property
+    def position(self) -> int:
+        """How many tokens there are, as a client's branch says it."""
+        return len(self._branch)
+
     async def fork(self, n: int = 1, *, at: int | None = None) -> list[AsyncBranch]:
         return self.llm._wrap(await self.llm._call(lambda: self._branch.fork(n, at=at), prune_all))
 
-    async def extend(self, text: Prompt) -> None:
-        await self.llm._call(lambda: self._branch.extend(text))
+    async def extend(self, text: Prompt) -> list[int]:
+        return await self.llm._call(lambda: self._branch.extend(text))
 
     async def compute(self, text: Prompt = (), *, logprobs: bool = False) -> list[float]:
         """`extend`, and compute all that the branch has to; a caller that is cancelled has changed nothing.

@@ -107,13 +107,15 @@ class Branch:
             for _ in range(n)
         ]
 
-    def extend(self, text: Prompt) -> None:
+    def extend(self, text: Prompt) -> list[int]:
         """Append a text or token ids, a tool's result say. They are computed with the next run.
 
-        Control tokens in a text stay text: pass ids to append real ones.
+        Control tokens in a text stay text: pass ids to append real ones. Returns the ids that were appended.
         Raises InvalidInput or OutOfCapacity.
         """
-        self._sequence.token_ids += self._new_tokens(text)
+        new = self._new_tokens(text)
+        self._sequence.token_ids += new
+        return new
 
     def _new_tokens(self, text: Prompt) -> list[int]:
         self._check_unused()

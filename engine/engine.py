@@ -37,6 +37,7 @@ class Stats:
     pages: PageStats
     num_steps: int
     num_computed_tokens: int  # tokens that went through the model
+    num_query_tokens: int  # those of them whose KV was there, and that ran for their logits alone
     num_prompt_tokens: int  # of prompts, each counted when it was first admitted
     num_cached_tokens: int  # those of them that were found in the cache
     num_generated_tokens: int
@@ -72,6 +73,7 @@ class Engine:
         self.forgotten: list[Sequence] = []  # whose handles were collected: released with the next step
         self.num_steps = 0
         self.num_computed_tokens = 0
+        self.num_query_tokens = 0
         self.num_generated_tokens = 0
         self._seeds = np.random.Generator(np.random.PCG64(config.seed & (2**64 - 1)))
         self._arrivals = 0
@@ -106,6 +108,7 @@ class Engine:
             self._detach(sequence)
         self.scheduler.remove(sequence)
         self.sequences.pop(sequence, None)
+        sequence.leave_stem()
         cursor, sequence.cursor = sequence.cursor, None
         if cursor is None:
             return 0
@@ -241,6 +244,7 @@ class Engine:
             return None
         self.num_steps += 1
         self.num_computed_tokens += scheduled.step.num_tokens
+        self.num_query_tokens += sum(len(row.token_ids) - row.num_written for row in scheduled.step.rows)
         return logits
 
     def _run_copies(self) -> None:
@@ -419,6 +423,7 @@ class Engine:
             pages=page_stats(self.cache, cursors),
             num_steps=self.num_steps,
             num_computed_tokens=self.num_computed_tokens,
+            num_query_tokens=self.num_query_tokens,
             num_prompt_tokens=scheduler.num_prompt_tokens,
             num_cached_tokens=scheduler.num_cached_tokens,
             num_generated_tokens=self.num_generated_tokens,

@@ -149,6 +149,8 @@ class Scheduler:
                 sequence = pick.sequence
                 written = sequence.token_ids[sequence.num_computed : pick.end]
                 self.cache.commit(pick.reservation, pack(written))
+                if sequence.stem is not None and sequence.num_computed >= sequence.stem.end:
+                    sequence.stem.settle(sequence)
 
     def cancel(self, scheduled: Scheduled) -> None:
         """The step has not run: give its blocks back."""
@@ -192,10 +194,11 @@ class Scheduler:
         """Start waiting sequences, oldest first, as long as there are tokens in the budget and blocks."""
         budget = self.max_batch_tokens - sum(pick.end - pick.begin for pick in picks)
         claims = {self._claim(pick.sequence, pick.sequence.num_computed) for pick in picks}
+        stems = {pick.sequence.stem for pick in picks}
         for sequence in list(self.waiting):
             if budget <= 0:
                 return
-            if sequence.is_held:
+            if sequence.is_held or (sequence.stem is not None and sequence.stem in stems):
                 continue
             if self.gate is not None and not self.gate(sequence, self.running):
                 return
@@ -209,6 +212,7 @@ class Scheduler:
                 self.complete.append(sequence)
                 continue
             claims.add(claim)
+            stems.add(sequence.stem)
             picks.append(pick)
             budget -= pick.end - pick.begin
 

@@ -23,6 +23,31 @@ class Hold(IntEnum):
     PIN = 2  # they stay
 
 
+class Stem:
+    """Tokens up to `end` that several branches have to compute alike: the first that runs does it for all.
+
+    It grows where a branch is forked that has tokens without KV, the one it sampled last, say.
+    """
+
+    __slots__ = ("end", "members")
+
+    def __init__(self, end: int) -> None:
+        self.end = end
+        self.members: dict[Sequence, None] = {}
+
+    def join(self, sequence: Sequence) -> None:
+        sequence.leave_stem()
+        sequence.stem = self
+        self.members[sequence] = None
+
+    def settle(self, first: Sequence) -> None:
+        """`first` has computed it: all others that hold blocks go on from there."""
+        for sequence in list(self.members):
+            sequence.leave_stem()
+            if sequence.is_live and sequence.num_computed < self.end:
+                sequence.move_to(first.live_cursor.fork(self.end))
+
+
 class Sequence:
     """Tokens with, for some leading part of them, KV.
 
@@ -42,6 +67,7 @@ class Sequence:
         "priority",
         "run",
         "safe_until",
+        "stem",
         "token_ids",
     )
 
@@ -56,6 +82,7 @@ class Sequence:
         self.hold = Hold.NONE
         self.priority = 0  # of its run: higher comes first
         self.arrival: tuple[int, ...] = ()  # orders requests; a fork comes right after what it came from
+        self.stem: Stem | None = None  # what it has to compute, and others as well
         self.safe_until = 0  # not preempted again before it has this many tokens
         self.num_cached_tokens: int | None = None  # of the prompt, at the first admission
 
@@ -96,11 +123,32 @@ class Sequence:
         child.priority = self.priority
         if self.is_live:
             child.cursor = self.live_cursor.fork(min(position, self.num_computed))
+            if position > self.num_computed and self.run is None:
+                if self.stem is None or self.stem.end != position:
+                    Stem(position).join(self)
+                assert self.stem is not None, "it has just joined one"
+                self.stem.join(child)
         return child
+
+    def leave_stem(self) -> None:
+        if self.stem is not None:
+            del self.stem.members[self]
+            self.stem = None
+
+    def move_to(self, cursor: Cursor) -> None:
+        """Rest at `cursor`, which is further along its own tokens, instead."""
+        old = self.live_cursor
+        cursor.base = old.base
+        if old.row is not None:
+            cursor.keep_row()
+        self.cursor = cursor
+        old.release()
 
     def truncate(self, position: int) -> None:
         """Forget all but the first `position` tokens."""
         del self.token_ids[position:]
+        if self.stem is not None and position < self.stem.end:
+            self.leave_stem()
         if self.cursor is None:
             return
         if self.cursor.state is State.PARKED and position < self.cursor.length:

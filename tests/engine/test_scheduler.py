@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 
 import pytest
 
-from ramet import LLM, InvalidInput, SamplingParams
+from ramet import LLM, Branch, InvalidInput, SamplingParams
 from ramet.engine.preemption import choose_victim
 from ramet.engine.runs import Generation
 from ramet.engine.sequence import Sequence
@@ -93,9 +94,84 @@ def test_forks_that_were_extended_alike_compute_it_once(make: MakeLLM) -> None:
     kids = root.fork(4)
     before = llm.stats().num_computed_tokens
     llm.step(kids, temperature=0)
-    # 80 tokens once; of the others each computes what lies behind the last full block, 100 - 96.
-    assert llm.stats().num_computed_tokens - before == 80 + 3 * 4
+    # 80 tokens once, also the four behind the last full block; of the others the last token is a query.
+    assert llm.stats().num_computed_tokens - before == 80 + 3
     root.prune()
+    check_idle(llm)
+
+
+def num_written(llm: LLM, work: Callable[[], object]) -> int:
+    """Tokens that get KV while `work` is done: those that only ask for logits again are not counted."""
+    before = llm.stats()
+    work()
+    after = llm.stats()
+    queries = after.num_query_tokens - before.num_query_tokens
+    return after.num_computed_tokens - before.num_computed_tokens - queries
+
+
+def test_a_sampled_token_is_computed_once_however_many_forks_go_on_from_it(make: MakeLLM) -> None:
+    """A node of a search: what it sampled last has no KV yet, and each fork gets a tool's own result."""
+    llm = make()
+
+    def grow(node: Branch, first: int) -> None:
+        kids = node.fork(4)
+        for index, kid in enumerate(kids):
+            kid.extend([first + index, 7])
+        llm.expand(kids, 2, temperature=0, max_tokens=1)
+
+    for length in range(20, 38):  # the sampled token at every place in a block
+        node = llm.branch(tokens(length, length))
+        node.generate(max_tokens=3, temperature=0)
+        assert num_written(llm, partial(grow, node, 100)) == 1 + 4 * 2
+        assert num_written(llm, partial(grow, node, 200)) == 4 * 2, "also for forks that come later"
+        assert num_written(llm, partial(node.generate, max_tokens=1)) == 0, "and for the node itself"
+        expected = make().generate(node.token_ids[:-1], temperature=0, max_tokens=1)
+        assert node.token_ids[-1] == expected[0].choices[0].token_ids[0]
+        node.prune()
+        check_idle(llm)
+
+
+def test_whoever_runs_first_computes_what_forks_have_in_common(make: MakeLLM) -> None:
+    def both(llm: LLM) -> tuple[Branch, Branch]:
+        node = llm.branch(SHARED[:30])
+        node.extend(SHARED[30:35])
+        return node, node.fork()[0]
+
+    llm = make()
+    for order in (0, 1):
+        pair = both(llm)
+        assert num_written(llm, partial(pair[order].generate, max_tokens=1)) == 5
+        assert num_written(llm, partial(pair[1 - order].generate, max_tokens=1)) == 0
+        # What was a fork's is freed with it, and what is its parent's with the parent.
+        pair[0].prune()
+        check_idle(llm)
+        llm = make()
+    # One that is let go, goes back or goes its own way is waited for by nobody.
+    for leave in (Branch.prune, Branch.release, lambda one: one.truncate(31), lambda one: one.truncate(20)):
+        llm = make()
+        node, fork = both(llm)
+        leave(fork)
+        assert num_written(llm, partial(node.generate, max_tokens=1)) == 5
+        node.prune()
+        check_idle(llm)
+
+
+def test_a_leader_of_forks_that_is_aborted_is_followed_by_the_next(make: MakeLLM) -> None:
+    llm = make(max_batch_tokens=4)
+    node = llm.branch(SHARED[:30])
+    node.extend(SHARED[30:44])
+    kids = node.fork(3)
+    engine = llm.engine
+    runs = [engine.generations(kid._sequence, SamplingParams(max_tokens=2, temperature=0))[0] for kid in kids]
+    for kid, one in zip(kids, runs, strict=True):
+        engine.submit(kid._sequence, one)
+    engine.step()
+    assert [kid._sequence in engine.scheduler.running for kid in kids] == [True, False, False]
+    kids[0].prune()
+    engine.run(runs[1:])
+    alone = make().generate(SHARED[:44], max_tokens=2, temperature=0)[0].choices[0].token_ids
+    assert [one.choice.token_ids for one in runs[1:]] == [alone] * 2
+    node.prune()
     check_idle(llm)
 
 
