@@ -95,7 +95,7 @@ class AsyncLLM:
     async def generate(
         self,
         prompts: Prompt | Seq[Prompt],
-        params: SamplingParams | Seq[SamplingParams] | None = None,
+        params: SamplingParams | BeamSearchParams | Seq[SamplingParams] | None = None,
         *,
         priority: int = 0,
         cache: bool = True,
@@ -108,19 +108,21 @@ class AsyncLLM:
     def start(
         self,
         prompts: Prompt | Seq[Prompt],
-        params: SamplingParams | Seq[SamplingParams] | None = None,
+        params: SamplingParams | BeamSearchParams | Seq[SamplingParams] | None = None,
         *,
         priority: int = 0,
         cache: bool = True,
         namespace: Hashable = LOCAL,
         max_unread: int | None = None,
+        on_progress: OnProgress | None = None,
         **settings: Any,
     ) -> Work[list[Output]]:
         """Begin to generate. With `max_unread` the tokens are read while they come, and while so many of a
         choice were not read yet it rests; what came since the last read is one Delta a choice, so a slow
-        reader costs no memory. Prompts of another `namespace` share nothing."""
+        reader costs no memory. Prompts of another `namespace` share nothing. `on_progress` is called on the
+        engine's thread after each step of a beam search."""
         operation = lambda: self._llm._generating(  # noqa: E731
-            prompts, params, priority, cache, settings, namespace, max_unread is not None
+            prompts, params, priority, cache, settings, namespace, max_unread is not None, on_progress
         )
         return self._start(operation, max_unread)
 

@@ -34,7 +34,11 @@ OnProgress: TypeAlias = Callable[[BeamProgress], object]
 
 
 def beam_searching(
-    engine: Engine, sequence: Sequence, params: BeamSearchParams, on_progress: OnProgress | None = None
+    engine: Engine,
+    sequence: Sequence,
+    params: BeamSearchParams,
+    on_progress: OnProgress | None = None,
+    priority: int = 0,
 ) -> Operation[list[tuple[Sequence, Choice]]]:
     """The best continuations of `sequence`, best first, each a sequence of its own.
 
@@ -50,7 +54,7 @@ def beam_searching(
         on_progress=on_progress,
     )
     try:
-        engine.submit(sequence, search.first)
+        engine.submit(sequence, search.first, priority=priority)
         yield [search]
     except BaseException:
         search.close(engine)

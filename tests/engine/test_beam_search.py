@@ -14,7 +14,16 @@ from typing import Any
 
 import pytest
 
-from ramet import LLM, AsyncLLM, BeamProgress, Branch, InvalidInput, OutOfCapacity, SamplingParams
+from ramet import (
+    LLM,
+    AsyncLLM,
+    BeamProgress,
+    BeamSearchParams,
+    Branch,
+    InvalidInput,
+    OutOfCapacity,
+    SamplingParams,
+)
 from ramet.engine.beam_search import BeamSearch
 from ramet.engine.branch import prune_all
 from ramet.engine.errors import StepFailed
@@ -345,6 +354,31 @@ def test_raw_scores_are_sums() -> None:
     sums = search(scripted(three_ways), PROMPT, num_beams=3, max_tokens=4, length_penalty=0.0)
     assert [(c.token_ids, c.score) for c in raw] == [(c.token_ids, c.score) for c in sums]
     assert all(c.score == pytest.approx(c.cumulative_logprob) for c in raw)
+
+
+def test_generate_with_beams_gives_outputs_and_keeps_nothing_but_cache(make_tiny: MakeLLM) -> None:
+    llm = make_tiny(num_blocks=128)
+    prompts = [tokens(21), tokens(40, 1), tokens(21)]
+    params = BeamSearchParams(num_beams=3, num_return_sequences=2, max_tokens=6)
+    outputs = llm.generate(prompts, params)
+    check_idle(llm)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        expected = search(make_tiny(), prompt, num_beams=3, num_return_sequences=2, max_tokens=6)
+        assert output.prompt_token_ids == prompt
+        assert [choice.token_ids for choice in output.choices] == [choice.token_ids for choice in expected]
+        assert [choice.index for choice in output.choices] == [0, 1]
+    assert llm.generate(prompts[1], params)[0].num_cached_tokens >= 32
+    llm.generate(prompts[1], params, cache=False)
+    for bad in ([[1], []], [[1], [512]]):
+        with pytest.raises(InvalidInput, match="prompt"):
+            llm.generate(bad, params)
+    with pytest.raises(OutOfCapacity):
+        llm.generate([[1], [2] * 5000], params)
+    with pytest.raises(StepFailed), fail_forward(llm, 2):
+        llm.generate(prompts, params)
+    with pytest.raises(InvalidInput, match="params"):
+        llm.generate(prompts, params, max_tokens=3)
+    check_idle(llm)
 
 
 # -- progress, errors and ends -----------------------------------------------------------------------------
