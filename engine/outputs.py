@@ -110,6 +110,7 @@ class Delta:
     logprobs: list[list[TokenLogprob]] | None = None
     named_logprobs: list[list[TokenLogprob]] | None = None
     entropies: list[float] | None = None
+    score: float | None = None  # of a beam
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from ramet.api.server import leases
 from ramet.api.server.answers import finite
-from ramet.api.server.branch_schemas import GenerateRequest
+from ramet.api.server.branch_schemas import BeamRequest, GenerateRequest
 from ramet.api.server.branch_store import Entry
 from ramet.api.server.branch_verbs import Context, check_position, child_of, register
 from ramet.api.server.errors import ApiError, invalid, unsupported
@@ -116,26 +116,8 @@ class Generating:
         return self._shown(index, entry, choice)
 
     def _shown(self, index: int, entry: Entry, choice: Choice) -> dict[str, Any]:
-        body = self.body
-        shown: dict[str, Any] = {
-            "index": index,
-            "branch_id": entry.id,
-            "finish_reason": _reason(choice),
-            "stop_reason": choice.stop_reason,
-            "matched_stop": choice.stop_reason,
-            "text": choice.text,
-            "message": {"role": "assistant", "content": choice.text},
-            "start_position": self.start,
-            "end_position": self.start + len(choice.token_ids),
-            "cumulative_logprob": finite(choice.cumulative_logprob),
-            "mean_logprob": finite(choice.mean_logprob),
-        }
-        if body.return_token_ids:
-            shown["token_ids"] = choice.token_ids
-        if body.logprobs:
-            shown["token_logprobs"] = [finite(one) for one in choice.token_logprobs]
-        if choice.logprobs is not None and body.top_logprobs:
-            shown["top_logprobs"] = [_by_id(row) for row in choice.logprobs]
+        shown = shown_choice(self.body, index, choice, self.start)
+        shown["branch_id"] = entry.id
         if choice.entropies is not None:
             shown["entropy"] = choice.entropies
         if choice.named_logprobs is not None:
@@ -160,14 +142,47 @@ class Generating:
         await self._held.aclose()
         if abandoned:
             for child in self.children:
-                await self.abandon(child)
+                await abandon(self.context, child)
 
-    async def abandon(self, child: Entry) -> None:
-        """Let go of a child that nobody will hear of."""
-        if not child.gone:
-            self.context.store.remove(child, "pruned")
-            self.context.state.metrics.prunes.labels("abandoned").inc()
-        await child.branch.prune()
+
+def shown_choice(
+    body: GenerateRequest | BeamRequest, index: int, choice: Choice, start: int
+) -> dict[str, Any]:
+    """What a client is told of a choice that begins at position `start`."""
+    shown: dict[str, Any] = {
+        "index": index,
+        "finish_reason": _reason(choice),
+        "stop_reason": choice.stop_reason,
+        "matched_stop": choice.stop_reason,
+        "text": choice.text,
+        "message": {"role": "assistant", "content": choice.text},
+        "start_position": start,
+        "end_position": start + len(choice.token_ids),
+        "cumulative_logprob": finite(choice.cumulative_logprob),
+        "mean_logprob": finite(choice.mean_logprob),
+    }
+    if body.return_token_ids:
+        shown["token_ids"] = choice.token_ids
+    if body.logprobs:
+        shown["token_logprobs"] = [finite(one) for one in choice.token_logprobs]
+    if choice.logprobs is not None and body.top_logprobs:
+        shown["top_logprobs"] = [_by_id(row) for row in choice.logprobs]
+    return shown
+
+
+async def abandon(context: Context, child: Entry) -> None:
+    """Let go of a child that nobody will hear of."""
+    if not child.gone:
+        context.store.remove(child, "pruned")
+        context.state.metrics.prunes.labels("abandoned").inc()
+    await child.branch.prune()
+
+
+def count_of_top(body: GenerateRequest | BeamRequest) -> int | None:
+    """How many of the likeliest tokens are to be told with each token."""
+    if body.top_logprobs is not None and not (body.logprobs and 0 <= body.top_logprobs <= MAX_LOGPROBS):
+        raise invalid("top_logprobs", f"must be between 0 and {MAX_LOGPROBS}, and needs logprobs to be true")
+    return body.top_logprobs or None
 
 
 def _params_of(body: GenerateRequest) -> list[SamplingParams]:
@@ -175,9 +190,7 @@ def _params_of(body: GenerateRequest) -> list[SamplingParams]:
     for name in ("tools", "response_format"):
         if getattr(body, name) not in (None, [], {"type": "text"}):
             raise unsupported(name)
-    if body.top_logprobs is not None and not (body.logprobs and 0 <= body.top_logprobs <= MAX_LOGPROBS):
-        raise invalid("top_logprobs", f"must be between 0 and {MAX_LOGPROBS}, and needs logprobs to be true")
-    count = body.top_logprobs or None
+    count = count_of_top(body)
     if body.params is None:
         return [_one(body, "", count)]
     given = sorted(name for name in SamplingFields.model_fields if getattr(body, name) is not None)
@@ -205,7 +218,7 @@ async def generate(context: Context, entry: Entry, body: GenerateRequest) -> dic
     abandoned = True
     try:
         work = await generating.begin(read=False)
-        result = await _result(entry, work)
+        result = await result_of(entry, work)
         if generating.into_children:
             choices = [branch.output for branch in result]
         else:
@@ -224,7 +237,7 @@ async def generate(context: Context, entry: Entry, body: GenerateRequest) -> dic
     }
 
 
-async def _result(entry: Entry, work: Work[Any]) -> Any:
+async def result_of(entry: Entry, work: Work[Any]) -> Any:
     try:
         return await work.result()
     except BranchReleased:
@@ -263,7 +276,7 @@ class _Told:
         try:
             async for part in self._parts():
                 yield part
-            await _result(generating.entry, self._work)
+            await result_of(generating.entry, self._work)
             num_generated = sum(len(choice.token_ids) for choice in self._choices)
             head = {"id": generating.id, "parent_id": generating.entry.id}
             yield event(
@@ -310,7 +323,7 @@ class _Told:
         await generating.end(abandoned=False)
         for child, choice in zip(generating.children, self._choices, strict=True):
             if choice.finish_reason is None:
-                await generating.abandon(child)
+                await abandon(generating.context, child)
 
 
 def _grow(choice: Choice, delta: Delta) -> None:

@@ -297,7 +297,7 @@ BAD = [
     ({"logprobs": -1}, "logprobs"),
     ({"logprobs": True}, "logprobs"),
     ({"prompt_logprobs": -1, "echo": True, "logprobs": 1}, "prompt_logprobs"),
-    ({"best_of": 2}, "best_of"),
+    ({"best_of": 0}, "best_of"),
     ({"suffix": "x"}, "suffix"),
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
