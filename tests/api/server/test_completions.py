@@ -302,7 +302,6 @@ BAD = [
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"wrong": True}}, "stream_options.wrong"),
-    ({"use_beam_search": True}, "use_beam_search"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"bad_words": ["a"]}, "bad_words"),
     ({"cache_salt": ""}, "cache_salt"),
