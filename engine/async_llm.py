@@ -217,6 +217,10 @@ class AsyncLLM:
         """See LLM.stats."""
         return await self._call(self._llm.stats)
 
+    async def reset_prefix_cache(self, of: Callable[[Hashable], bool] = lambda namespace: True) -> int:
+        """See LLM.reset_prefix_cache; `of` says of which namespaces. It is called on the engine's thread."""
+        return await self._call(lambda: self._llm.engine.reset_prefix_cache(of))
+
     async def look(self, branches: Seq[AsyncBranch]) -> list[BranchLook]:
         """What each of these branches holds now, all at one moment."""
         inner = self._llm._checked(_inner(branches))
@@ -351,6 +355,10 @@ class AsyncBranch:
         return self._branch.id
 
     @property
+    def namespace(self) -> Hashable:
+        return self._branch._sequence.namespace
+
+    @property
     def output(self) -> Choice | None:
         """What the last generate, expand or step gave."""
         return self._branch.output
@@ -378,12 +386,15 @@ class AsyncBranch:
     async def extend(self, text: Prompt) -> list[int]:
         return await self.llm._call(lambda: self._branch.extend(text))
 
-    async def compute(self, text: Prompt = (), *, logprobs: bool = False) -> list[float]:
+    async def compute(
+        self, text: Prompt = (), *, at: int | None = None, logprobs: bool = False
+    ) -> list[float]:
         """`extend`, and compute all that the branch has to; a caller that is cancelled has changed nothing.
 
-        With `logprobs`, returns those of the new tokens.
+        With `at`, all but the first `at` tokens are forgotten before. With `logprobs`, returns those of the
+        new tokens.
         """
-        return await self.llm._run(lambda: self._branch._extending(text, logprobs))
+        return await self.llm._run(lambda: self._branch._extending(text, at, logprobs))
 
     async def generate(self, params: SamplingParams | None = None, **settings: Any) -> Choice:
         with self.start_generate(params, **settings) as work:

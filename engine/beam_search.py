@@ -223,8 +223,7 @@ class BeamSearch(Run):
     def close(self, engine: Engine) -> None:
         """Leave nothing behind, whether the search is done or not."""
         for beam in self._beams:
-            if beam.sequence.run is beam:
-                engine.abort(beam.sequence)
+            engine.abort(beam.sequence, beam)
         complete = [one.sequence for one in self._complete.values()]
         for sequence in (*complete, *(result for result, _ in self.results)):
             engine.release(sequence, prune=True)

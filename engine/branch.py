@@ -113,24 +113,30 @@ class Branch:
         Control tokens in a text stay text: pass ids to append real ones. Returns the ids that were appended.
         Raises InvalidInput or OutOfCapacity.
         """
-        new = self._new_tokens(text)
+        new = self._new_tokens(text, len(self))
         self._sequence.token_ids += new
         return new
 
-    def _new_tokens(self, text: Prompt) -> list[int]:
+    def _new_tokens(self, text: Prompt, position: int) -> list[int]:
+        """What is to be appended at `position`, checked."""
         self._check_unused()
         if isinstance(text, str):
             new = self.llm._tokenizer("text").encode(text, add_special_tokens=False, control_tokens=False)
         else:
             new = validate_token_ids(text, self.llm.engine.vocab_size, "text")
-        self.llm.engine.check_length(len(self) + len(new))
+        self.llm.engine.check_length(position + len(new))
         return new
 
-    def _extending(self, text: Prompt, logprobs: bool) -> Operation[list[float]]:
-        """Append, and compute it now; with `logprobs`, give those of the new tokens. All or nothing."""
+    def _extending(self, text: Prompt, at: int | None, logprobs: bool) -> Operation[list[float]]:
+        """Go back to `at`, append, and compute it now; with `logprobs`, give those of the new tokens.
+
+        All or nothing.
+        """
         check_bool("logprobs", logprobs)
-        new = self._new_tokens(text)
-        start, sequence = len(self), self._sequence
+        start, sequence = self._position("at", len(self) if at is None else at, 1), self._sequence
+        new = self._new_tokens(text, start)
+        dropped = sequence.token_ids[start:]
+        sequence.truncate(start)
         scoring = Scoring(start - 1, new)
         try:
             if logprobs and new:
@@ -142,6 +148,7 @@ class Branch:
             yield from self._doing(Run())
         except BaseException:
             sequence.truncate(start)
+            sequence.token_ids += dropped
             raise
         return scoring.token_logprobs
 
@@ -151,7 +158,7 @@ class Branch:
         try:
             yield [run]
         finally:
-            self.llm.engine.abort(self._sequence)
+            self.llm.engine.abort(self._sequence, run)
 
     def generate(self, params: SamplingParams | None = None, **settings: Any) -> Choice:
         """Continue this branch; the tokens are appended to it. `settings` are fields of SamplingParams.

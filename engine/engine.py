@@ -120,6 +120,21 @@ class Engine:
         cursor.release()
         return self.cache.pool.num_free - free
 
+    def reset_prefix_cache(self, of: Callable[[Hashable], bool]) -> int:
+        """Forget what was computed in these namespaces, as after a change of weights.
+
+        Idle branches keep their tokens and compute them again. What runs keeps its blocks, and goes on.
+        Returns the blocks freed.
+        """
+        free = self.cache.pool.num_free
+        for sequence in self.sequences:
+            if sequence.run is None and of(sequence.namespace):
+                self.scheduler.park(sequence)
+        for namespace in list(self.cache.tree.roots):
+            if of(namespace):
+                self.cache.forget(namespace)
+        return self.cache.pool.num_free - free
+
     def check_length(self, num_tokens: int) -> None:
         """Raise OutOfCapacity if a sequence of so many tokens could never have KV for all of them."""
         config = self.config
@@ -192,9 +207,9 @@ class Engine:
         else:
             self.scheduler.submit(fork)
 
-    def abort(self, sequence: Sequence) -> None:
-        """End the run of a sequence now; tokens generated so far stay. Idempotent."""
-        if sequence.run is not None:
+    def abort(self, sequence: Sequence, run: Run | None = None) -> None:
+        """End the run of a sequence now, or only if it is `run`; tokens generated so far stay. Idempotent."""
+        if sequence.run is not None and run in (None, sequence.run):
             sequence.run.abort(sequence)
             self._end(sequence)
 

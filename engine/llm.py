@@ -48,7 +48,7 @@ class LLM:
         block_size: token slots of a block; on a GPU a power of two.
         num_blocks: blocks in the pool; None sizes it from the memory that is free.
         max_model_len: a context limit below the model's own.
-        max_batch_tokens: token budget of a step.
+        max_batch_tokens: token budget of a step; on a GPU at most 32,768.
         min_partial: tokens that a prefix hit inside a block must have to be used; 1 is exact to the token,
             None a quarter of a block.
         seed: where requests without a seed get theirs from.
@@ -99,6 +99,13 @@ class LLM:
     def stats(self) -> Stats:
         """Counters since the start, and what the pages hold now."""
         return self.engine.stats()
+
+    def reset_prefix_cache(self) -> int:
+        """Forget what was computed so far, as after a change of weights; returns the blocks freed.
+
+        Idle branches keep their tokens and compute them again. What runs keeps its blocks, and goes on.
+        """
+        return self.engine.reset_prefix_cache(lambda namespace: True)
 
     def on_step(self, listener: Callable[[], object]) -> Callable[[], None]:
         """Call `listener` after each step of the engine, for progress bars and live views.
@@ -394,8 +401,8 @@ class LLM:
                 branch._sequence.truncate(length)
             raise
         finally:
-            for branch in branches:
-                self.engine.abort(branch._sequence)
+            for branch, run in zip(branches, runs, strict=True):
+                self.engine.abort(branch._sequence, run)
         for branch, run in zip(branches, runs, strict=True):
             branch.output = run.choice
         return [run.choice for run in runs]

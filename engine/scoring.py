@@ -64,7 +64,7 @@ def _scoring_on(engine: Engine, sequence: Sequence, candidates: list[list[int]])
         yield [run]
         yield [rest for rest in run.rests if rest is not None]
     finally:
-        engine.abort(sequence)
+        engine.abort(sequence, run)  # its own part was done early: others may have begun since
         for child in run.children:
             engine.release(child, prune=True)
     return run.scores()

@@ -12,11 +12,12 @@ from starlette.responses import Response
 
 from ramet.api.server import leases
 from ramet.api.server.answers import finite
-from ramet.api.server.branch_generate import abandon, count_of_top, result_of, shown_choice
+from ramet.api.server.branch_generate import count_of_top, shown_choice
 from ramet.api.server.branch_schemas import BeamRequest, CreateRequest, PromptBeamRequest
 from ramet.api.server.branch_store import Entry
 from ramet.api.server.branch_verbs import Context, check_position, child_of, create, register, tokens_of
 from ramet.api.server.errors import ApiError, invalid, unsupported
+from ramet.api.server.generating import abandon, result_of
 from ramet.api.server.ids import new_id
 from ramet.api.server.sampling import beam_search_params
 from ramet.api.server.sse import DONE, EventStream, error_event, event

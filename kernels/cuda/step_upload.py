@@ -52,7 +52,8 @@ class StepUpload:
     def send(self, work_list: WorkList, tables: Tables, kv_lens: IntArray) -> None:
         """Send what the device lacks. The tables and lengths [R] are those of the list's rows."""
         ends = -(-kv_lens // work_list.block_size)
-        is_next = work_list is self._list and all(map(is_, tables, self._tables))
+        known, self._list = self._list, None  # an interrupt in between would leave host and device apart
+        is_next = work_list is known and all(map(is_, tables, self._tables))
         grown = ends - self._ends if is_next else ends
         if not is_next or grown.max() > 1:
             self._sent = self._all(work_list, tables, ends)
@@ -66,7 +67,8 @@ class StepUpload:
         self._ends = ends
         if not is_next:
             self._split()
-            self._list, self._tables = work_list, list(tables)
+            self._tables = list(tables)
+        self._list = work_list
 
     def _change(self, tables: Tables, ends: IntArray, grown: IntArray) -> bool:
         """Set the last block of each row, and where there is a new one, the one before it as well.
@@ -101,5 +103,4 @@ class StepUpload:
         for row, start, stop, num_spare in zip(rows, block0.tolist(), stops.tolist(), spare, strict=True):
             ids += tables[row][start:stop]
             ids += (0,) * num_spare
-        ids += [tables[row][ends[row] - 1] for row in work_list.closed_rows.tolist()]
         return int32s(ids).copy()

@@ -35,11 +35,11 @@ class DecodeWork:
             tokens, kv_lens = tokens[rows], kv_lens[rows]
             tables = [tables[row] for row in rows.tolist()]
         tree = plan.segments, rows.tobytes(), tokens.tobytes()
-        known = workspace.work_list
+        known, workspace.work_list = workspace.work_list, None  # an interrupt would leave parts of two
         if known is None or not known.suits(tree, kv_lens):
             known = WorkList(Shape(tree, *self._shared(), tokens, kv_lens), workspace)
-        self.list = workspace.work_list = known
         workspace.step.send(known, tables, kv_lens)
+        self.list = workspace.work_list = known
 
     def _shared(self) -> tuple[IntArray, IntArray]:
         """The shared segments [X, 5] of the decoding rows, as in the plan, and where private ones start [R].

@@ -64,9 +64,9 @@ def test_a_row_that_was_extended_in_between_is_read_anew(device: str) -> None:
         if num_queries > 1:
             table[1:] = [4, 5, 6]
         plan = attention.planner(pool).plan([table], [num_queries], [kv_len], [0])
-        q = torch.zeros(num_queries, 2, 16, device=device)
-        k = torch.zeros(num_queries, 1, 16, device=device)
-        attention.attend(attention.prepare(pool, plan, [-1] * num_queries), 0, q, k, k, 0.25)
+        prepared = attention.prepare(pool, plan, [-1] * num_queries)
+        q, kv = (torch.zeros(num_queries, heads, 16, device=device) for heads in (2, 1))
+        attention.attend(prepared, 0, q, kv, kv, 0.25)
     workspace = pool.workspaces[2]
     assert isinstance(workspace, Workspace)
     assert workspace.step.block_ids[:4].tolist() == table

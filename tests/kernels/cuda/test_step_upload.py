@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from ramet.kernels.cuda import work as work_module
+from ramet.kernels.cuda.upload import Upload
 from ramet.kernels.cuda.work import DecodeWork
 from ramet.kernels.cuda.workspace import Workspace
 from ramet.kernels.kv_pool import KVPool
@@ -43,10 +44,14 @@ class Decoding:
         self.workspace.step.block_ids.fill_(TAMPERED)
 
 
-@pytest.fixture
-def decoding(device: str, monkeypatch: pytest.MonkeyPatch) -> Decoding:
+@pytest.fixture(autouse=True)
+def _always_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(work_module, "GATE_BYTES", 0)
     monkeypatch.setattr(work_module, "GATE_BYTES_FEW_ROWS", 0)
+
+
+@pytest.fixture
+def decoding(device: str) -> Decoding:
     rows = Decoding(device)
     assert rows.ids() == [[8, 9], [10], [11], []]
     return rows
@@ -71,6 +76,16 @@ def test_the_last_block_may_be_another(decoding: Decoding) -> None:
     decoding.kv_lens[0] += 2
     decoding.tables[0][-1:] = [14, 15]
     assert decoding.ids() == [[8, 9], [14, 15], [13], []]
+
+
+def test_the_last_block_of_what_is_shared_may_be_another(device: str) -> None:
+    """No row owns a token, and all of them go on with the copy that another branch had made before."""
+    rows = Decoding(device)
+    rows.tables, rows.kv_lens = [[8, 9], [8, 9], [8, 9]], [8, 8, 8]
+    assert rows.ids()[0] == [8, 9]
+    for table in rows.tables:
+        table[-1] = 13
+    assert rows.ids()[0] == [8, 13]
 
 
 def test_a_row_may_go_back(decoding: Decoding) -> None:
@@ -98,3 +113,27 @@ def test_all_are_sent_again(why: str, decoding: Decoding) -> None:
         decoding.workspace.step.forget()
     decoding.tamper()
     assert decoding.ids() == [[8, 9], own, [] if why == "another tree" else [11], []]
+
+
+@pytest.mark.parametrize("is_new_tree", [False, True])
+def test_an_interrupt_in_mid_step(
+    decoding: Decoding, monkeypatch: pytest.MonkeyPatch, is_new_tree: bool
+) -> None:
+    """Nothing is known of the device when only a part was sent: the next step makes and sends all anew."""
+    before = decoding.step().list
+
+    def interrupt(upload: Upload, values: object) -> int:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Upload, "send", interrupt)
+        if is_new_tree:
+            decoding.kv_lens[0] = 8
+        else:
+            decoding.tables[1][-1] = 13
+        with pytest.raises(KeyboardInterrupt):
+            decoding.step()
+    decoding.kv_lens[0] = 11
+    decoding.tamper()
+    assert decoding.ids() == [[8, 9], [10], [11 if is_new_tree else 13], []]
+    assert decoding.step().list is not before
