@@ -21,7 +21,7 @@ assert all(len(row["top_logprobs"]) == 2 for row in told)
 several = chat.bind(extra_body={"top_k": 3, "return_token_ids": True}).batch([messages, messages])
 assert len(several) == 2
 wide = ChatOpenAI(**common, n=3, max_tokens=8, extra_body={"use_beam_search": True, "length_penalty": 0.0})
-beams = [one.message for one in wide.generate([[("user", "Name a colour.")]]).generations[0]]  # type: ignore[attr-defined]
+beams = [one.message for one in wide.generate([[("user", "Name a colour.")]]).generations[0]]
 assert len({str(beam.content) for beam in beams}) == 3, beams
 streamed = "".join(str(piece.content) for piece in wide.bind(n=1).stream("Name a colour."))
 assert streamed == wide.bind(n=1).invoke("Name a colour.").content

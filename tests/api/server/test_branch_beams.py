@@ -174,8 +174,8 @@ def test_best_of_returns_the_n_best(shared: Serving) -> None:
 @pytest.mark.parametrize(
     ("body", "field"),
     [
-        *[({"num_beams": value}, "num_beams") for value in (0, -1, 257, 10**9, 1.5, "4", True)],
-        *[({"early_stopping": value}, "early_stopping") for value in ("always", 1, [], {})],
+        *[({"num_beams": value}, "num_beams") for value in [0, -1, 257, 10**9, 1.5, "4", True]],
+        *[({"early_stopping": value}, "early_stopping") for value in ("always", 1, [1])],
         ({"length_penalty": 1e9}, "length_penalty"),
         ({"num_return_sequences": 9}, "num_return_sequences"),
         ({"scoring": "best"}, "scoring"),
