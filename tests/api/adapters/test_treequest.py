@@ -126,8 +126,7 @@ def test_what_is_cancelled_leaves_no_branch(make_tiny: MakeLLM, num_waits: int) 
     async def use(_: AsyncLLM, root: AsyncBranch) -> None:
         search = BranchSearch(Chain(), root, one, {"go on": {"max_tokens": 200}})
         task = asyncio.create_task(search.run(3, batch_size=3))
-        for _ in range(num_waits):
-            await asyncio.sleep(0.003)
+        await asyncio.sleep(0.003 * num_waits)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
