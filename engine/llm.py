@@ -264,12 +264,14 @@ class LLM:
         *,
         messages: Seq[Mapping[str, Any]] | None = None,
         tools: Seq[Mapping[str, Any]] | None = None,
+        compute: bool = True,
     ) -> Branch:
-        """A branch at the end of a prompt, or of `messages` through the chat template; computed now.
+        """A branch at the end of a prompt, or of `messages` through the chat template.
 
+        It is computed now, or without `compute` together with what it is first used for.
         Raises InvalidInput or OutOfCapacity; StepFailed if the model failed.
         """
-        return self._drive(self._branching(prompt, messages, tools))
+        return self._drive(self._branching(prompt, messages, tools, compute=compute))
 
     def _branching(
         self,
