@@ -185,6 +185,11 @@ class Branch:
         return str(self.info["tree_id"])
 
     @property
+    def position(self) -> int:
+        """How many tokens there are, as the server said it last."""
+        return int(self.info["position"])
+
+    @property
     def token_ids(self) -> list[int]:
         """All tokens, asked of the server."""
         return list(self.refresh("token_ids")["token_ids"])
