@@ -155,7 +155,7 @@ class Branch:
         try:
             yield [run]
         finally:
-            self.llm.engine.abort(self._sequence)
+            self.llm.engine.abort(self._sequence, run)
 
     def generate(self, params: SamplingParams | None = None, **settings: Any) -> Choice:
         """Continue this branch; the tokens are appended to it. `settings` are fields of SamplingParams.
@@ -328,7 +328,7 @@ class Branch:
             yield [run]
             yield [rest for rest in run.rests if rest is not None]
         finally:
-            engine.abort(sequence)
+            engine.abort(sequence, run)  # its own part was done early: others may have begun since
             for child in run.children:
                 engine.release(child, prune=True)
         return run.scores()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ramet.engine.config import EngineConfig
-from ramet.engine.device import free_bytes, pick_device, use_expandable_segments
+from ramet.engine.device import check_gpu, free_bytes, pick_device, use_expandable_segments
 from ramet.engine.engine import Engine
 from ramet.engine.errors import InvalidInput, UnsupportedModel
 from ramet.engine.model_runner import ModelRunner
@@ -66,7 +66,9 @@ def build_engine(
         )
     # Checked before anything is loaded.
     EngineConfig(num_blocks=1 if num_blocks is None else num_blocks, max_model_len=1, **settings)
-    if _device_of(model, device).type == "cuda":
+    target = _device_of(model, device)
+    if target.type == "cuda":
+        check_gpu(target)
         _check_gpu_settings(block_size, max_batch_tokens)
         use_expandable_segments()
     loaded = load_model(

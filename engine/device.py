@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from ramet.engine.errors import InvalidInput, UnsupportedModel
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _TYPES = ("cpu", "cuda")
+_LEAST_CAPABILITY = (7, 5)  # of a GPU: what Triton compiles for
 
 
 def pick_device(device: str | torch.device) -> torch.device:
@@ -42,12 +44,41 @@ def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     return chosen
 
 
+def check_gpu(device: torch.device) -> None:
+    """Raise InvalidInput if the kernels cannot run on this GPU."""
+    if find_spec("triton") is None:
+        raise InvalidInput("device", "must be the CPU where Triton is not installed", str(device))
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _LEAST_CAPABILITY:
+        least, has = ("{}.{}".format(*pair) for pair in (_LEAST_CAPABILITY, capability))
+        limit = f"must be a GPU of compute capability {least} or newer: this one has {has}"
+        raise InvalidInput("device", limit, str(device))
+
+
 def move(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     """The module on a device. Raises InvalidInput if it has no room for the weights."""
     try:
         return module.to(device)
     except torch.OutOfMemoryError as error:
         raise InvalidInput("device", "must have room for the model's weights", str(device)) from error
+
+
+def convert(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    """The module in another dtype, all but the frequencies of its rotary embedding.
+
+    Transformers loads those in fp32, whatever the weights are in: rounded to bfloat16 they turn a key by up
+    to a radian too far after a few thousand tokens.
+    """
+    kept = [
+        (owner, name, frequencies)
+        for owner in module.modules()
+        for name, frequencies in owner.named_buffers(recurse=False)
+        if name.endswith("inv_freq")
+    ]
+    module = module.to(dtype)
+    for owner, name, frequencies in kept:
+        setattr(owner, name, frequencies)
+    return module
 
 
 def check_weights(module: Any, name: str) -> None:

@@ -207,9 +207,9 @@ class Engine:
         else:
             self.scheduler.submit(fork)
 
-    def abort(self, sequence: Sequence) -> None:
-        """End the run of a sequence now; tokens generated so far stay. Idempotent."""
-        if sequence.run is not None:
+    def abort(self, sequence: Sequence, run: Run | None = None) -> None:
+        """End the run of a sequence now, or only if it is `run`; tokens generated so far stay. Idempotent."""
+        if sequence.run is not None and run in (None, sequence.run):
             sequence.run.abort(sequence)
             self._end(sequence)
 

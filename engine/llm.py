@@ -47,7 +47,7 @@ class LLM:
         block_size: token slots of a block; on a GPU a power of two.
         num_blocks: blocks in the pool; None sizes it from the memory that is free.
         max_model_len: a context limit below the model's own.
-        max_batch_tokens: token budget of a step.
+        max_batch_tokens: token budget of a step; on a GPU at most 32,768.
         min_partial: tokens that a prefix hit inside a block must have to be used; 1 is exact to the token,
             None a quarter of a block.
         seed: where requests without a seed get theirs from.
@@ -228,12 +228,14 @@ class LLM:
         *,
         messages: Seq[Mapping[str, Any]] | None = None,
         tools: Seq[Mapping[str, Any]] | None = None,
+        compute: bool = True,
     ) -> Branch:
-        """A branch at the end of a prompt, or of `messages` through the chat template; computed now.
+        """A branch at the end of a prompt, or of `messages` through the chat template.
 
+        It is computed now, or without `compute` together with what it is first used for.
         Raises InvalidInput or OutOfCapacity; StepFailed if the model failed.
         """
-        return self._drive(self._branching(prompt, messages, tools))
+        return self._drive(self._branching(prompt, messages, tools, compute=compute))
 
     def _branching(
         self,
@@ -365,8 +367,8 @@ class LLM:
                 branch._sequence.truncate(length)
             raise
         finally:
-            for branch in branches:
-                self.engine.abort(branch._sequence)
+            for branch, run in zip(branches, runs, strict=True):
+                self.engine.abort(branch._sequence, run)
         for branch, run in zip(branches, runs, strict=True):
             branch.output = run.choice
         return [run.choice for run in runs]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ramet.engine.device import check_weights, move, pick_device, pick_dtype
+from ramet.engine.device import check_weights, convert, move, pick_device, pick_dtype
 from ramet.engine.errors import ModelNotFound, UnsupportedModel
 from ramet.engine.fused_llama import FusedLlama, fuse as fuse_llama
 from ramet.engine.model_attention import (
@@ -194,7 +194,7 @@ def _moved(module: nn.Module, device: str | torch.device, dtype: str | torch.dty
     if device != "auto":
         module = move(module, pick_device(device))
     if dtype != "auto":
-        module = module.to(pick_dtype(dtype, torch.device("cpu")))
+        module = convert(module, pick_dtype(dtype, torch.device("cpu")))
     return module
 
 

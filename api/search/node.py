@@ -90,12 +90,16 @@ class Node(Generic[B]):
         scores = await self.score(candidates)
         means = [score.logprob / len(score.token_ids) for score in scores]
         best = sorted(range(len(candidates)), key=lambda index: -means[index])[:most]
-        if not best:
+        return await self.add([candidates[index] for index in best], [means[index] for index in best])
+
+    async def add(self, texts: Sequence[str], logprobs: Sequence[float] = ()) -> list[Node[B]]:
+        """Children for these continuations, in this order; `logprobs` are theirs, a token, if known."""
+        if not texts:
             return []
-        branches = await self.branch.fork(len(best))
+        branches = await self.branch.fork(len(texts))
         children = [
-            self._child(branch, candidates[index], means[index])
-            for index, branch in zip(best, branches, strict=True)
+            self._child(branch, text, logprob)
+            for branch, text, logprob in zip(branches, texts, logprobs or [0.0] * len(texts), strict=True)
         ]
         await all_of(child._extend(child.text) for child in children)
         return self._adopt(children)

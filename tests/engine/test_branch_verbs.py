@@ -118,6 +118,25 @@ def test_score_after_a_suffix_and_of_a_branch_that_runs() -> None:
     run(work, llm)
 
 
+def test_many_score_one_branch_at_once() -> None:
+    """Each ends at its own time, while others are at any point of theirs."""
+    llm = scripted(max_batch_tokens=3)
+
+    async def work(engine: AsyncLLM) -> None:
+        async with await engine.branch(PROMPT) as branch:
+
+            async def ask(index: int) -> None:
+                for turn in range(4):
+                    length = 1 + (index + turn) % 5
+                    (found,) = await branch.score([list(range(index, index + length))])
+                    expected = [logprob([*PROMPT, *range(index, i)], i) for i in range(index, index + length)]
+                    assert found.token_logprobs == pytest.approx(expected, abs=1e-4)
+
+            await asyncio.gather(*(ask(index) for index in range(8)))
+
+    run(work, llm)
+
+
 def test_scores_say_what_is_greedy_and_the_first_logit() -> None:
     llm = scripted()
     branch = llm.branch(PROMPT)

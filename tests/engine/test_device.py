@@ -50,7 +50,19 @@ def loads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda asked: (9, 0))
+    monkeypatch.setattr(device, "find_spec", lambda name: name)
     monkeypatch.setattr(build, "load_model", load)
+
+
+@pytest.mark.usefixtures("loads_nothing")
+def test_a_gpu_without_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda asked: (7, 0))
+    with pytest.raises(InvalidInput, match=r"device must be a GPU of compute capability 7\.5 .* has 7\.0"):
+        LLM("any", device="cuda")
+    monkeypatch.setattr(device, "find_spec", lambda name: None)
+    with pytest.raises(InvalidInput, match="device must be the CPU where Triton is not installed"):
+        LLM("any", device="cuda")
 
 
 @pytest.mark.usefixtures("loads_nothing")
@@ -125,3 +137,14 @@ def test_weights_in_other_numbers_are_refused_unless_they_are_converted() -> Non
         LLM(tiny_llama().double(), device="cpu", num_blocks=8)
     llm = LLM(tiny_llama().double(), device="cpu", dtype="float32", num_blocks=8)
     assert llm.generate([1, 2], max_tokens=1)[0].choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rotary_frequencies_stay_exact(dtype: str) -> None:
+    """As transformers' own loading leaves them: position 900 is turned by the angles that it should be."""
+    module, exact = tiny_llama(head_dim=64), tiny_llama(head_dim=64).model.rotary_emb
+    LLM(module, device="cpu", dtype=dtype, num_blocks=8)
+    positions = torch.tensor([[900]])
+    found = module.model.rotary_emb(torch.zeros(1, dtype=getattr(torch, dtype)), positions)
+    for got, want in zip(found, exact(torch.zeros(1), positions), strict=True):
+        assert (got.float() - want).abs().max() <= 2**-9  # half an ulp of bfloat16 below 1

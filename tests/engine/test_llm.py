@@ -75,6 +75,16 @@ def test_expand_computes_the_parents_tokens_once(make_tiny: MakeLLM) -> None:
     assert [kid.output.index for kid in kids if kid.output] == list(range(8))
 
 
+def test_a_branch_that_is_computed_later_is_computed_with_its_first_use(make_tiny: MakeLLM) -> None:
+    llm = make_tiny()
+    branch = llm.branch(PROMPT, compute=False)
+    assert llm.stats().num_steps == 0
+    (score,) = branch.score([[5]])
+    assert (llm.stats().num_steps, llm.stats().num_computed_tokens) == (1, len(PROMPT))
+    (known,) = make_tiny().branch(PROMPT).score([[5]])
+    assert score.logprob == pytest.approx(known.logprob, abs=1e-5)
+
+
 def test_children_with_their_own_settings(make_tiny: MakeLLM) -> None:
     llm = make_tiny()
     root = llm.branch(PROMPT)
