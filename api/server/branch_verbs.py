@@ -216,8 +216,8 @@ async def truncate(context: Context, entry: Entry, body: TruncateRequest) -> dic
         raise invalid("position", "or checkpoint must be given, and not both")
     async with entry.turn():
         check_position(entry, body.expect_position)
-        at = body.position if body.checkpoint is None else body.checkpoint
-        position = _position(entry, at, "position")
+        field = "position" if body.checkpoint is None else "checkpoint"
+        position = _position(entry, getattr(body, field), field)
         assert position is not None, "one of the two is given"
         await entry.branch.truncate(position)
         entry.cut(position)
