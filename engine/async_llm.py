@@ -457,10 +457,10 @@ class AsyncBranch:
     async def score(
         self, candidates: Seq[Prompt], *, suffix: Prompt | None = None, normalize: Normalize = "none"
     ) -> list[Score]:
-        return await self.llm._run(lambda: self._branch._scoring(candidates, suffix, normalize))
+        return await self.llm._run(lambda: self._branch._scoring(candidates, suffix, normalize, aside=True))
 
     async def next_tokens(self, labels: Seq[str | int], *, suffix: Prompt | None = None) -> list[NextToken]:
-        return await self.llm._run(lambda: self._branch._naming(labels, suffix))
+        return await self.llm._run(lambda: self._branch._naming(labels, suffix, aside=True))
 
     async def truncate(self, position: int) -> None:
         await self.llm._call(lambda: self._branch.truncate(position))
