@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -141,11 +141,11 @@ def solution_holds(text: str, cards: Cards) -> bool:
     return left == [TARGET]
 
 
-async def run(num_problems: int, width: int, console: Console, llm: AsyncLLM) -> list[Tally]:
-    problems = [(seed, deal(seed)) for seed in range(num_problems)]
+async def run(seeds: Sequence[int], width: int, console: Console, llm: AsyncLLM) -> list[Tally]:
+    problems = [(seed, deal(seed)) for seed in seeds]
 
     async def dice(node: Any, candidates: list[Move]) -> list[float]:
-        stream = random.Random(f"{problems} {node.transcript}")
+        stream = random.Random(node.transcript)
         return [stream.random() for _ in candidates]
 
     async with await llm.branch(FACTORS) as factors:
@@ -153,14 +153,14 @@ async def run(num_problems: int, width: int, console: Console, llm: AsyncLLM) ->
         thought = await tally(
             llm, "tree of thought", problems, lambda one: think(llm, one[1], rate, width), console
         )
-    budget = thought.num_tokens // num_problems
+    budget = thought.num_tokens // len(problems)
     sampled = await tally(
         llm, "best of n samples", problems, lambda one: sample(llm, one[1], budget, one[0]), console
     )
     diced = await tally(
         llm, "tree of thought by dice", problems, lambda one: think(llm, one[1], dice, width), console
     )
-    show(f"The Game of 24, {num_problems} hands, width {width}", [thought, sampled, diced], console)
+    show(f"The Game of 24, {len(problems)} hands, width {width}", [thought, sampled, diced], console)
     return [thought, sampled, diced]
 
 
@@ -172,7 +172,7 @@ async def main() -> None:
     parser.add_argument("--width", type=int, default=6)
     arguments = parser.parse_args()
     async with AsyncLLM("smollm2", num_blocks=2048) as llm:
-        await run(arguments.problems, arguments.width, Console(), llm)
+        await run(range(arguments.problems), arguments.width, Console(), llm)
 
 
 if __name__ == "__main__":

@@ -13,14 +13,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import io
 import math
 import random
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from rich.console import Console
+from rich.text import Text
+from rich.tree import Tree as Picture
 
 from examples import tools
 from examples.tally import Outcome, Tally, show, tally
@@ -49,7 +53,7 @@ def likelihood(node: Any) -> float:
     return math.exp(node.data.logprob / node.depth)
 
 
-async def think(llm: AsyncLLM, problem: Problem, tool: Tool, value: Any, budget: int) -> Outcome:
+async def think(llm: AsyncLLM, problem: Problem, tool: Tool, value: Any, budget: int) -> search.Found[Any]:
     """Monte Carlo tree search over the steps that can be taken."""
 
     async def grow(node: Any) -> list[Any]:
@@ -75,7 +79,7 @@ async def think(llm: AsyncLLM, problem: Problem, tool: Tool, value: Any, budget:
         return f" {result}\n"
 
     async with await llm.branch(f"{PROMPT}{problem.question}\n") as root:
-        found = await search.mcts(
+        return await search.mcts(
             root,
             grow,
             value,
@@ -85,7 +89,28 @@ async def think(llm: AsyncLLM, problem: Problem, tool: Tool, value: Any, budget:
             tool=work_out,
             done=lambda node: len(node.data.numbers) == 1,
         )
-        return Outcome(found.best.data.numbers == [problem.answer], found.tree.num_flat_tokens)
+
+
+def outcome_of(found: search.Found[Any], problem: Problem) -> Outcome:
+    return Outcome(found.best.data.numbers == [problem.answer], found.tree.num_flat_tokens)
+
+
+def draw(found: search.Found[Any], problem: Problem, path: Path) -> None:
+    """A picture of the tree: each state with its visits and its mean value, the best path in green."""
+    console = Console(record=True, width=100, file=io.StringIO())
+    top = Text.assemble((problem.question, "bold"), f"  {found.tree.root.visits} visits")
+    picture = Picture(top, guide_style="bright_black")
+
+    def hang(node: Any, below: Picture) -> None:
+        for child in sorted(node.children, key=lambda child: -child.visits):
+            style = "bold green" if child in found.best.path else ""
+            label = Text(child.text.strip(), style=style)
+            label.append(f"  {child.visits} x {child.mean:.3f}", "cyan")
+            hang(child, below.add(label))
+
+    hang(found.tree.root, picture)
+    console.print(picture)
+    console.save_svg(str(path), title="python -m examples.mcts_with_tools --draw")
 
 
 async def sample(llm: AsyncLLM, problem: Problem, tool: Tool, budget: int, seed: int) -> Outcome:
@@ -117,8 +142,8 @@ async def sample(llm: AsyncLLM, problem: Problem, tool: Tool, budget: int, seed:
         return Outcome(said is not None and int(said[1]) == problem.answer, tree.num_flat_tokens)
 
 
-async def run(num_problems: int, tool: str, budget: int, console: Console, llm: AsyncLLM) -> list[Tally]:
-    problems = [(seed, deal(seed)) for seed in range(num_problems)]
+async def run(seeds: Sequence[int], tool: str, budget: int, console: Console, llm: AsyncLLM) -> list[Tally]:
+    problems = [(seed, deal(seed)) for seed in seeds]
     call = TOOLS[tool]
 
     def dice(node: Any) -> float:
@@ -127,12 +152,15 @@ async def run(num_problems: int, tool: str, budget: int, console: Console, llm: 
     async def solve(name: str, way: Callable[[tuple[int, Problem]], Awaitable[Outcome]]) -> Tally:
         return await tally(llm, name, problems, way, console)
 
-    thought = await solve("MCTS", lambda one: think(llm, one[1], call, likelihood, budget))
-    same = thought.num_tokens // num_problems
+    async def search_for(problem: Problem, value: Any) -> Outcome:
+        return outcome_of(await think(llm, problem, call, value, budget), problem)
+
+    thought = await solve("MCTS", lambda one: search_for(one[1], likelihood))
+    same = thought.num_tokens // len(problems)
     sampled = await solve("best of n samples", lambda one: sample(llm, one[1], call, same, one[0]))
-    diced = await solve("MCTS by dice", lambda one: think(llm, one[1], call, dice, budget))
+    diced = await solve("MCTS by dice", lambda one: search_for(one[1], dice))
     tallies = [thought, sampled, diced]
-    show(f"{num_problems} word problems with a tool, the {tool}", tallies, console)
+    show(f"{len(problems)} word problems with a tool, the {tool}", tallies, console)
     return tallies
 
 
@@ -142,10 +170,16 @@ async def main() -> None:
     )
     parser.add_argument("--problems", type=int, default=50)
     parser.add_argument("--tool", choices=sorted(TOOLS), default="calculator")
-    parser.add_argument("--budget", type=int, default=400)
+    parser.add_argument("--budget", type=int, default=400, help="tokens of a search")
+    parser.add_argument("--draw", type=Path, help="search for one answer, and save a picture of the tree")
     arguments = parser.parse_args()
     async with AsyncLLM("smollm2", num_blocks=2048) as llm:
-        await run(arguments.problems, arguments.tool, arguments.budget, Console(), llm)
+        if arguments.draw is not None:
+            problem = deal(1)
+            found = await think(llm, problem, TOOLS[arguments.tool], likelihood, arguments.budget)
+            draw(found, problem, arguments.draw)
+            return
+        await run(range(arguments.problems), arguments.tool, arguments.budget, Console(), llm)
 
 
 if __name__ == "__main__":
