@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ramet.api.options import Dtype
+from ramet.api.options import BlockSize, Device, Dtype, DtypeOption, NumBlocks
 from ramet.api.plan import plan
 from ramet.api.serve import serve
 
@@ -35,9 +35,6 @@ class Bench(StrEnum):
 Model = Annotated[
     str, typer.Option(help="smollm2 (the embedded default), a hub id, a folder, or a .gguf file.")
 ]
-DtypeOption = Annotated[Dtype, typer.Option(help="auto is bfloat16 where the processor is fast at it.")]
-NumBlocks = Annotated[int | None, typer.Option(help="Blocks in the pool; None: sized from free memory.")]
-BlockSize = Annotated[int, typer.Option(help="Token slots of a block.")]
 Seed = Annotated[int | None, typer.Option(help="The same seed gives the same tokens.")]
 MaxTokens = Annotated[int, typer.Option(help="How many tokens to generate at most.")]
 Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token always.")]
@@ -115,13 +112,15 @@ def _consoles() -> tuple[Console, Console]:
     return Console(), Console(stderr=True)
 
 
-def _load(err: Console, model: str, dtype: Dtype, num_blocks: int | None, block_size: int) -> LLM:
+def _load(
+    err: Console, model: str, device: str, dtype: Dtype, num_blocks: int | None, block_size: int
+) -> LLM:
     """The model, with a word about what takes so long."""
     first = "; the first start converts it, a minute, later ones take seconds" if model == "smollm2" else ""
     with err.status(f"loading {model}{first}"):
         from ramet.engine.llm import LLM
 
-        return LLM(model, dtype=dtype.value, num_blocks=num_blocks, block_size=block_size)
+        return LLM(model, device=device, dtype=dtype.value, num_blocks=num_blocks, block_size=block_size)
 
 
 @app.command()
@@ -132,6 +131,7 @@ def demo(
     plain: Annotated[bool, typer.Option("--plain", help="Lines instead of a picture that moves.")] = False,
     save_svg: Annotated[Path | None, typer.Option(help="Also write the last picture to this file.")] = None,
     model: Model = "smollm2",
+    device: Device = "auto",
     dtype: DtypeOption = Dtype.auto,
     num_blocks: Annotated[int, typer.Option(help="Blocks in the pool.")] = 128,
     block_size: BlockSize = 16,
@@ -155,7 +155,7 @@ def demo(
     out, err = _consoles()
     if save_svg is not None and not save_svg.absolute().parent.is_dir():
         raise typer.BadParameter(f"the folder of {save_svg} does not exist", param_hint="--save-svg")
-    llm = _load(err, model, dtype, num_blocks, block_size)
+    llm = _load(err, model, device, dtype, num_blocks, block_size)
     from ramet.api import demo as view
 
     view.run(llm, out, seed=seed, width=width, dice=dice, plain=plain, save_svg=save_svg)
@@ -173,6 +173,7 @@ def generate(
     seed: Seed = None,
     stop: Annotated[list[str] | None, typer.Option(help="A text that ends a choice; repeatable.")] = None,
     model: Model = "smollm2",
+    device: Device = "auto",
     dtype: DtypeOption = Dtype.auto,
     num_blocks: NumBlocks = None,
     block_size: BlockSize = 16,
@@ -201,7 +202,7 @@ def generate(
         stop=stop or (),
     )
     out, err = _consoles()
-    llm = _load(err, model, dtype, num_blocks, block_size)
+    llm = _load(err, model, device, dtype, num_blocks, block_size)
     from ramet.api import generate as view
 
     view.run(llm, prompt, params, stream=stream, out=out, err=err)
@@ -216,6 +217,7 @@ def chat(
     top_k: TopK = 0,
     seed: Seed = None,
     model: Model = "smollm2",
+    device: Device = "auto",
     dtype: DtypeOption = Dtype.auto,
     num_blocks: NumBlocks = None,
     block_size: BlockSize = 16,
@@ -237,7 +239,7 @@ def chat(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed
     )
     out, err = _consoles()
-    llm = _load(err, model, dtype, num_blocks, block_size)
+    llm = _load(err, model, device, dtype, num_blocks, block_size)
     from ramet.api import chat as view
 
     view.run(llm, params, system, out, err)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ramet.api.options import Dtype
+from ramet.api.options import BlockSize, Device, Dtype, DtypeOption, NumBlocks
 
 
 class MetricsCompat(StrEnum):
@@ -43,13 +43,12 @@ def serve(
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="What requests call the model; repeatable.")
     ] = None,
-    dtype: Annotated[
-        Dtype, typer.Option(help="auto: bfloat16 where the processor is fast at it.")
-    ] = Dtype.auto,
+    device: Device = "auto",
+    dtype: DtypeOption = Dtype.auto,
     max_model_len: Annotated[int | None, typer.Option(help="A context limit below the model's own.")] = None,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Token budget of a step.")] = 512,
-    block_size: Annotated[int, typer.Option(help="Token slots of a block.")] = 16,
-    num_blocks: Annotated[int | None, typer.Option(help="Blocks in the pool; None: by free memory.")] = None,
+    block_size: BlockSize = 16,
+    num_blocks: NumBlocks = None,
     seed: Annotated[int, typer.Option(help="Where requests without a seed get theirs from.")] = 0,
     cache_scope: Annotated[
         CacheScope, typer.Option(help="global: tenants share cached prefixes, and can tell.")
@@ -113,6 +112,7 @@ def serve(
         docs=not disable_docs,
     )
     engine: dict[str, Any] = {
+        "device": device,
         "dtype": dtype.value,
         "max_model_len": max_model_len,
         "max_batch_tokens": max_num_batched_tokens,

@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence as Seq
-from typing import Any, TypeAlias
+from dataclasses import fields
+from typing import Any, TypeAlias, TypeVar
 
+from ramet.engine.beam_params import BeamSearchParams
 from ramet.engine.checks import check_int, checked_list, plain
 from ramet.engine.errors import InvalidInput
 from ramet.engine.sampling_params import SamplingParams
 
 Prompt: TypeAlias = str | Seq[int]
+P = TypeVar("P", SamplingParams, BeamSearchParams)
 
 
 def params_of(params: SamplingParams | None, settings: dict[str, Any]) -> SamplingParams:
     check_either(params, settings)
-    if params is not None:
-        return checked_params(params)
-    try:
-        return SamplingParams(**settings)
-    except TypeError:
-        known = SamplingParams.__dataclass_fields__
-        unknown = sorted(set(settings) - set(known))
-        raise InvalidInput(", ".join(unknown), f"is no setting; there are {', '.join(known)}") from None
+    return _made(SamplingParams, settings) if params is None else checked_params(params)
+
+
+def beam_params_of(params: BeamSearchParams | None, settings: dict[str, Any]) -> BeamSearchParams:
+    check_either(params, settings)
+    if params is None:
+        return _made(BeamSearchParams, settings)
+    if not isinstance(params, BeamSearchParams):
+        raise InvalidInput("params", "must be BeamSearchParams", params)
+    return params
+
+
+def _made(kind: type[P], settings: dict[str, Any]) -> P:
+    known = [field.name for field in fields(kind) if field.init]
+    unknown = sorted(set(settings) - set(known))
+    if unknown:
+        raise InvalidInput(", ".join(unknown), f"is no setting; there are {', '.join(known)}")
+    return kind(**settings)
 
 
 def checked_params(params: object) -> SamplingParams:

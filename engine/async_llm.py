@@ -16,6 +16,8 @@ from typing import Any, TypeAlias
 
 from ramet.engine.arguments import Prompt
 from ramet.engine.async_work import Task, Work, no_undo, reject, resolve
+from ramet.engine.beam_params import BeamSearchParams
+from ramet.engine.beam_search import OnProgress
 from ramet.engine.branch import Branch, prune_all
 from ramet.engine.checks import check_int, checked_list
 from ramet.engine.config import EngineConfig
@@ -116,9 +118,10 @@ class AsyncLLM:
         """Begin to generate. With `max_unread` the tokens are read while they come, and while so many of a
         choice were not read yet it rests; what came since the last read is one Delta a choice, so a slow
         reader costs no memory. Prompts of another `namespace` share nothing."""
-        return self._start(
-            lambda: self._llm._generating(prompts, params, priority, cache, settings, namespace), max_unread
+        operation = lambda: self._llm._generating(  # noqa: E731
+            prompts, params, priority, cache, settings, namespace, max_unread is not None
         )
+        return self._start(operation, max_unread)
 
     async def stream(
         self,
@@ -172,11 +175,48 @@ class AsyncLLM:
             lambda: self._llm._expanding(inner, n, params, settings),
             lambda families: prune_all(chain.from_iterable(families)),
         )
-        return [[AsyncBranch(self, child) for child in family] for family in families]
+        return [self._wrap(family) for family in families]
+
+    async def beam_search(
+        self,
+        prompt: Prompt | None = None,
+        params: BeamSearchParams | None = None,
+        *,
+        messages: Seq[Mapping[str, Any]] | None = None,
+        tools: Seq[Mapping[str, Any]] | None = None,
+        on_progress: OnProgress | None = None,
+        **settings: Any,
+    ) -> list[AsyncBranch]:
+        """See LLM.beam_search; `on_progress` is called on the engine's thread."""
+        with self.start_beam_search(
+            prompt, params, messages=messages, tools=tools, on_progress=on_progress, **settings
+        ) as work:
+            return await work.result()
+
+    def start_beam_search(
+        self,
+        prompt: Prompt | None = None,
+        params: BeamSearchParams | None = None,
+        *,
+        messages: Seq[Mapping[str, Any]] | None = None,
+        tools: Seq[Mapping[str, Any]] | None = None,
+        namespace: Hashable = LOCAL,
+        on_progress: OnProgress | None = None,
+        **settings: Any,
+    ) -> Work[list[AsyncBranch]]:
+        """Begin a `beam_search`. Prompts of another `namespace` share nothing."""
+        operation = lambda: self._llm._beam_searching(  # noqa: E731
+            prompt, messages, tools, params, settings, on_progress, namespace
+        )
+        return self._start(operation, None, self._wrap, prune_all)
 
     async def stats(self) -> Stats:
         """See LLM.stats."""
         return await self._call(self._llm.stats)
+
+    async def reset_prefix_cache(self, of: Callable[[Hashable], bool] = lambda namespace: True) -> int:
+        """See LLM.reset_prefix_cache; `of` says of which namespaces. It is called on the engine's thread."""
+        return await self._call(lambda: self._llm.engine.reset_prefix_cache(of))
 
     async def look(self, branches: Seq[AsyncBranch]) -> list[BranchLook]:
         """What each of these branches holds now, all at one moment."""
@@ -187,6 +227,9 @@ class AsyncLLM:
         """What these branches hold together, and how they share it."""
         inner = self._llm._checked(_inner(branches))
         return await self._call(lambda: look_at_all(inner))
+
+    def _wrap(self, branches: Iterable[Branch]) -> list[AsyncBranch]:
+        return [AsyncBranch(self, branch) for branch in branches]
 
     # -- messages to the thread ------------------------------------------------------------------------
 
@@ -309,6 +352,10 @@ class AsyncBranch:
         return self._branch.id
 
     @property
+    def namespace(self) -> Hashable:
+        return self._branch._sequence.namespace
+
+    @property
     def output(self) -> Choice | None:
         """What the last generate, expand or step gave."""
         return self._branch.output
@@ -331,17 +378,20 @@ class AsyncBranch:
         return len(self._branch)
 
     async def fork(self, n: int = 1, *, at: int | None = None) -> list[AsyncBranch]:
-        return self._wrap(await self.llm._call(lambda: self._branch.fork(n, at=at), prune_all))
+        return self.llm._wrap(await self.llm._call(lambda: self._branch.fork(n, at=at), prune_all))
 
     async def extend(self, text: Prompt) -> list[int]:
         return await self.llm._call(lambda: self._branch.extend(text))
 
-    async def compute(self, text: Prompt = (), *, logprobs: bool = False) -> list[float]:
+    async def compute(
+        self, text: Prompt = (), *, at: int | None = None, logprobs: bool = False
+    ) -> list[float]:
         """`extend`, and compute all that the branch has to; a caller that is cancelled has changed nothing.
 
-        With `logprobs`, returns those of the new tokens.
+        With `at`, all but the first `at` tokens are forgotten before. With `logprobs`, returns those of the
+        new tokens.
         """
-        return await self.llm._run(lambda: self._branch._extending(text, logprobs))
+        return await self.llm._run(lambda: self._branch._extending(text, at, logprobs))
 
     async def generate(self, params: SamplingParams | None = None, **settings: Any) -> Choice:
         with self.start_generate(params, **settings) as work:
@@ -375,9 +425,31 @@ class AsyncBranch:
         """Begin to `expand`; see AsyncLLM.start. `born` gets the children before any of their tokens is read:
         it is called on the engine's thread, and only if there are any. Whoever was told of them has them:
         once complete, they stay when the work is closed."""
-        tell = None if born is None else lambda children: born(self._wrap(children))
+        tell = None if born is None else lambda children: born(self.llm._wrap(children))
         operation = lambda: self._branch._expanding(n, params, settings, tell)  # noqa: E731
-        return self.llm._start(operation, max_unread, self._wrap, prune_all if born is None else no_undo)
+        return self.llm._start(operation, max_unread, self.llm._wrap, prune_all if born is None else no_undo)
+
+    async def beam_search(
+        self,
+        params: BeamSearchParams | None = None,
+        *,
+        on_progress: OnProgress | None = None,
+        **settings: Any,
+    ) -> list[AsyncBranch]:
+        """See Branch.beam_search; `on_progress` is called on the engine's thread."""
+        with self.start_beam_search(params, on_progress=on_progress, **settings) as work:
+            return await work.result()
+
+    def start_beam_search(
+        self,
+        params: BeamSearchParams | None = None,
+        *,
+        on_progress: OnProgress | None = None,
+        **settings: Any,
+    ) -> Work[list[AsyncBranch]]:
+        """Begin a `beam_search`."""
+        operation = lambda: self._branch._beam_searching(params, settings, on_progress)  # noqa: E731
+        return self.llm._start(operation, None, self.llm._wrap, prune_all)
 
     async def score(self, candidates: Seq[Prompt], *, suffix: Prompt | None = None) -> list[Score]:
         return await self.llm._run(lambda: self._branch._scoring(candidates, suffix))
@@ -402,9 +474,6 @@ class AsyncBranch:
 
     async def promote(self) -> int:
         return await self.llm._call(self._branch.promote)
-
-    def _wrap(self, branches: Iterable[Branch]) -> list[AsyncBranch]:
-        return [AsyncBranch(self.llm, branch) for branch in branches]
 
 
 def _inner(branches: object) -> list[Branch]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from ramet.engine.beam_search import BeamSearch
 from ramet.engine.engine import Engine
 from ramet.engine.operation import Operation
 from ramet.engine.outputs import Delta
@@ -70,6 +72,9 @@ class Task:
         if self.ended:
             return False
         runs = set(self.runs)
+        for run in runs:
+            if isinstance(run, BeamSearch):
+                run.cancel(engine)
         for sequence in [one for one in engine.sequences if one.run in runs]:
             engine.abort(sequence)
         return True
@@ -139,7 +144,7 @@ class Work(Generic[T]):
             task.serve()
 
         self._llm._send(command, future)
-        return await asyncio.wrap_future(future)
+        return await _outcome(future)
 
     async def deltas(self) -> AsyncGenerator[Delta]:
         """All that comes, and in the end the error if there was one."""
@@ -171,10 +176,24 @@ class Work(Generic[T]):
 
 async def _outcome(future: Future[T]) -> T:
     """What a future of the thread gives. Whoever waits may be cancelled; the future is not."""
-    inner = asyncio.wrap_future(future)
-    # asyncio would log an error that nobody waits for any more.
-    inner.add_done_callback(lambda done: done.cancelled() or done.exception())
-    return await asyncio.shield(inner)
+    if not future.done():
+        loop = asyncio.get_running_loop()
+        done = loop.create_future()
+
+        def wake() -> None:
+            if not done.done():
+                done.set_result(None)
+
+        # Half of what wrap_future and shield take, and each request waits here.
+        future.add_done_callback(lambda _: _call_soon(loop, wake))
+        await done
+    return future.result()
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
+    """From the engine's thread; a loop that has been closed has nobody left to tell."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(function)
 
 
 def no_undo(result: object) -> None:

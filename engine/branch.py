@@ -6,7 +6,9 @@ import operator
 from collections.abc import Callable, Iterable, Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
-from ramet.engine.arguments import Prompt, check_count, checked_params, fields_of, params_of
+from ramet.engine.arguments import Prompt, beam_params_of, check_count, checked_params, fields_of, params_of
+from ramet.engine.beam_params import BeamSearchParams
+from ramet.engine.beam_search import OnProgress, beam_searching
 from ramet.engine.checks import check_bool, checked_list
 from ramet.engine.errors import BranchReleased, InvalidInput
 from ramet.engine.operation import Operation
@@ -108,24 +110,30 @@ class Branch:
         Control tokens in a text stay text: pass ids to append real ones. Returns the ids that were appended.
         Raises InvalidInput or OutOfCapacity.
         """
-        new = self._new_tokens(text)
+        new = self._new_tokens(text, len(self))
         self._sequence.token_ids += new
         return new
 
-    def _new_tokens(self, text: Prompt) -> list[int]:
+    def _new_tokens(self, text: Prompt, position: int) -> list[int]:
+        """What is to be appended at `position`, checked."""
         self._check_unused()
         if isinstance(text, str):
             new = self.llm._tokenizer("text").encode(text, add_special_tokens=False, control_tokens=False)
         else:
             new = validate_token_ids(text, self.llm.engine.vocab_size, "text")
-        self.llm.engine.check_length(len(self) + len(new))
+        self.llm.engine.check_length(position + len(new))
         return new
 
-    def _extending(self, text: Prompt, logprobs: bool) -> Operation[list[float]]:
-        """Append, and compute it now; with `logprobs`, give those of the new tokens. All or nothing."""
+    def _extending(self, text: Prompt, at: int | None, logprobs: bool) -> Operation[list[float]]:
+        """Go back to `at`, append, and compute it now; with `logprobs`, give those of the new tokens.
+
+        All or nothing.
+        """
         check_bool("logprobs", logprobs)
-        new = self._new_tokens(text)
-        start, sequence = len(self), self._sequence
+        start, sequence = self._position("at", len(self) if at is None else at, 1), self._sequence
+        new = self._new_tokens(text, start)
+        dropped = sequence.token_ids[start:]
+        sequence.truncate(start)
         scoring = Scoring(start - 1, new)
         try:
             if logprobs and new:
@@ -137,6 +145,7 @@ class Branch:
             yield from self._doing(Run())
         except BaseException:
             sequence.truncate(start)
+            sequence.token_ids += dropped
             raise
         return scoring.token_logprobs
 
@@ -169,7 +178,8 @@ class Branch:
         """`n` new children that each generate, in one batch; `params` may give each its own settings.
 
         What the branch still has to compute is computed once, for all of them. The children's choices are
-        their `output`. Raises as `LLM.step` does, and then leaves no child.
+        their `output`; of `best_of` the best are left, best first. Raises as `LLM.step` does, and then leaves
+        no child.
         """
         return self.llm._drive(self._expanding(n, params, settings))
 
@@ -183,6 +193,9 @@ class Branch:
         """`born` is told of the children as soon as they are there: the first to be done need not wait."""
         self._check_unused()
         generations = self._child_generations(n, params, settings)
+        contest = generations[0].contest
+        if contest is not None and born is not None:
+            raise InvalidInput("best_of", "must be None where children are told of while they grow")
         run = FanOut(generations, keep=True)
         try:
             yield from self._doing(run)
@@ -208,7 +221,12 @@ class Branch:
                 if not (in_use and generation.finished):
                     child.prune()
             raise
-        return children
+        if contest is None:
+            return children
+        child_of = dict(zip(generations, children, strict=True))
+        best = [child_of.pop(generation) for generation in contest.winners(generations)]
+        prune_all(child_of.values())
+        return best
 
     def _child_generations(
         self, n: int | None, params: Seq[SamplingParams] | SamplingParams | None, settings: dict[str, Any]
@@ -228,14 +246,46 @@ class Branch:
         generations = []
         for index, own in enumerate(each_params):
             self.llm._check_params(checked_params(own), of_branch=True)
-            if own.n != 1:
-                raise InvalidInput("n", "must be 1 in each child's params", own.n)
+            if own.num_sampled != 1:
+                raise InvalidInput("n", "and best_of must be 1 in each child's params", own.num_sampled)
             generation = engine.generations(self._sequence, own)[0]
             generation.choice.index = index
             generations.append(generation)
         if not generations:
             raise InvalidInput("params", "must name at least one child")
         return generations
+
+    def beam_search(
+        self,
+        params: BeamSearchParams | None = None,
+        *,
+        on_progress: OnProgress | None = None,
+        **settings: Any,
+    ) -> list[Branch]:
+        """The best continuations of this branch as new children, best first; `output` says what each is.
+
+        `settings` are fields of BeamSearchParams. `on_progress` is called after each token. There are fewer
+        children than asked for only where no more continuations are possible at all.
+        Raises as `LLM.step` does, and then leaves no child.
+        """
+        return self.llm._drive(self._beam_searching(params, settings, on_progress))
+
+    def _beam_searching(
+        self,
+        params: BeamSearchParams | None,
+        settings: dict[str, Any],
+        on_progress: OnProgress | None = None,
+    ) -> Operation[list[Branch]]:
+        self._check_unused()
+        params = beam_params_of(params, settings)
+        self.llm._check_params(params.tokens, of_branch=True)
+        found = yield from beam_searching(self.llm.engine, self._sequence, params, on_progress)
+        children = []
+        for sequence, choice in found:
+            child = Branch(self.llm, sequence, self)
+            child.output = choice
+            children.append(child)
+        return children
 
     def score(self, candidates: Seq[Prompt], *, suffix: Prompt | None = None) -> list[Score]:
         """The log-probabilities of candidate continuations, in one batch; the branch does not change.

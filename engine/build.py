@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from ramet.engine.config import EngineConfig
-from ramet.engine.device import free_bytes, pick_device, use_expandable_segments
+from ramet.engine.device import check_gpu, free_bytes, pick_device, use_expandable_segments
 from ramet.engine.engine import Engine
 from ramet.engine.errors import InvalidInput, UnsupportedModel
 from ramet.engine.model_runner import ModelRunner
 from ramet.engine.models import LoadedModel, load_model
 from ramet.engine.scripted import ScriptedModel, ScriptedRunner
 from ramet.engine.tokenizer import Tokenizer
-from ramet.kernels.attention import MAX_GROUP, MAX_HEAD_DIM
+from ramet.kernels.attention import MAX_BATCH_TOKENS, MAX_GROUP, MAX_HEAD_DIM
 from ramet.kernels.kv_pool import KVPool
 
 # A pool that is not sized by hand takes this part of the free memory, and no more than that many bytes.
@@ -66,8 +66,10 @@ def build_engine(
         )
     # Checked before anything is loaded.
     EngineConfig(num_blocks=1 if num_blocks is None else num_blocks, max_model_len=1, **settings)
-    if _device_of(model, device).type == "cuda":
-        _check_block_size(block_size)
+    target = _device_of(model, device)
+    if target.type == "cuda":
+        check_gpu(target)
+        _check_gpu_settings(block_size, max_batch_tokens)
         use_expandable_segments()
     loaded = load_model(
         model, tokenizer, device=device, dtype=dtype, max_model_len=max_model_len, cache_dir=cache_dir
@@ -80,6 +82,8 @@ def build_engine(
     )
     if num_blocks is None:
         num_blocks = _fitting_blocks(bytes_per_block, loaded.device)
+    elif loaded.device.type == "cuda":
+        _check_fits(num_blocks, bytes_per_block, loaded.device)
     config = EngineConfig(num_blocks=num_blocks, max_model_len=shape.max_model_len, **settings)
     try:
         pool = KVPool(
@@ -111,9 +115,12 @@ def _device_of(model: Any, device: str | torch.device) -> torch.device:
     return pick_device(device)
 
 
-def _check_block_size(block_size: int) -> None:
+def _check_gpu_settings(block_size: int, max_batch_tokens: int) -> None:
     if block_size & (block_size - 1):
         raise InvalidInput("block_size", "must be a power of two on a GPU", block_size)
+    if max_batch_tokens > MAX_BATCH_TOKENS:
+        limit = f"must be at most {MAX_BATCH_TOKENS} on a GPU"
+        raise InvalidInput("max_batch_tokens", limit, max_batch_tokens)
 
 
 def _check_heads(loaded: LoadedModel) -> None:
@@ -126,6 +133,13 @@ def _check_heads(loaded: LoadedModel) -> None:
             f"on a GPU a head has up to {MAX_HEAD_DIM} numbers and a KV head up to {MAX_GROUP} query heads;"
             f" it has {shape.head_dim} and {group}",
         )
+
+
+def _check_fits(num_blocks: int, bytes_per_block: int, device: torch.device) -> None:
+    asked, free = num_blocks * bytes_per_block, free_bytes(device)
+    if free is not None and asked > free:
+        limit = f"must fit into memory: these take {asked} bytes, {free} are free"
+        raise InvalidInput("num_blocks", limit, num_blocks)
 
 
 def _fitting_blocks(bytes_per_block: int, device: torch.device) -> int:

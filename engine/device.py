@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 import os
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 
-from ramet.engine.errors import InvalidInput
+from ramet.engine.errors import InvalidInput, UnsupportedModel
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _TYPES = ("cpu", "cuda")
+_LEAST_CAPABILITY = (7, 5)  # of a GPU: what Triton compiles for
 
 
 def pick_device(device: str | torch.device) -> torch.device:
@@ -32,13 +35,62 @@ def pick_device(device: str | torch.device) -> torch.device:
 def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     """The dtype; "auto" is bfloat16 where the device multiplies it fast, or else float32."""
     if dtype == "auto":
-        is_fast = _gpu_has_bf16() if device.type == "cuda" else _cpu_has_bf16()
+        is_fast = _gpu_has_bf16(device) if device.type == "cuda" else _cpu_has_bf16()
         return torch.bfloat16 if is_fast else torch.float32
     chosen = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if chosen not in _DTYPES.values():
         raise InvalidInput("dtype", 'must be "auto", "float32", "bfloat16" or "float16"', dtype)
     assert chosen is not None, "None is not among the dtypes"
     return chosen
+
+
+def check_gpu(device: torch.device) -> None:
+    """Raise InvalidInput if the kernels cannot run on this GPU."""
+    if find_spec("triton") is None:
+        raise InvalidInput("device", "must be the CPU where Triton is not installed", str(device))
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _LEAST_CAPABILITY:
+        least, has = ("{}.{}".format(*pair) for pair in (_LEAST_CAPABILITY, capability))
+        limit = f"must be a GPU of compute capability {least} or newer: this one has {has}"
+        raise InvalidInput("device", limit, str(device))
+
+
+def move(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """The module on a device. Raises InvalidInput if it has no room for the weights."""
+    try:
+        return module.to(device)
+    except torch.OutOfMemoryError as error:
+        raise InvalidInput("device", "must have room for the model's weights", str(device)) from error
+
+
+def convert(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    """The module in another dtype, all but the frequencies of its rotary embedding.
+
+    Transformers loads those in fp32, whatever the weights are in: rounded to bfloat16 they turn a key by up
+    to a radian too far after a few thousand tokens.
+    """
+    kept = [
+        (owner, name, frequencies)
+        for owner in module.modules()
+        for name, frequencies in owner.named_buffers(recurse=False)
+        if name.endswith("inv_freq")
+    ]
+    module = module.to(dtype)
+    for owner, name, frequencies in kept:
+        setattr(owner, name, frequencies)
+    return module
+
+
+def check_weights(module: Any, name: str) -> None:
+    """Raise UnsupportedModel unless all weights lie on one device that ramet runs on, in its numbers."""
+    devices = {parameter.device for parameter in module.parameters()}
+    if len(devices) > 1 or any(device.type not in _TYPES for device in devices):
+        where = ", ".join(sorted(map(str, devices)))
+        raise UnsupportedModel(name, f"its weights lie on {where}; device= moves them to one CPU or GPU")
+    dtype = module.get_input_embeddings().weight.dtype
+    if dtype not in _DTYPES.values():
+        names = ", ".join(_DTYPES)
+        raise UnsupportedModel(name, f"its weights are {dtype}; dtype= makes them one of {names}")
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -64,8 +116,9 @@ def use_expandable_segments() -> None:
         settings("expandable_segments:True")
 
 
-def _gpu_has_bf16() -> bool:
-    return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+def _gpu_has_bf16(device: torch.device) -> bool:
+    with torch.cuda.device(device):
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
 
 def _cpu_has_bf16() -> bool:

@@ -12,8 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ramet.engine.beam_search import Beam
 from ramet.engine.checks import check_hashable
 from ramet.engine.config import EngineConfig
+from ramet.engine.contest import Contest
 from ramet.engine.errors import BadLogits, OutOfCapacity, StepFailed
 from ramet.engine.model_runner import Runner
 from ramet.engine.runs import FanOut, Firsts, Generation, HeadScoring, Run, Scoring
@@ -102,7 +104,8 @@ class Engine:
     def release(self, sequence: Sequence, *, prune: bool = False) -> int:
         """Let go of a sequence, running or not; returns the blocks freed at once. Idempotent."""
         if sequence.run is not None:
-            self.abort(sequence)
+            sequence.run.abort(sequence)
+            self._detach(sequence)
         self.scheduler.remove(sequence)
         self.sequences.pop(sequence, None)
         sequence.leave_stem()
@@ -117,6 +120,21 @@ class Engine:
         cursor.release()
         return self.cache.pool.num_free - free
 
+    def reset_prefix_cache(self, of: Callable[[Hashable], bool]) -> int:
+        """Forget what was computed in these namespaces, as after a change of weights.
+
+        Idle branches keep their tokens and compute them again. What runs keeps its blocks, and goes on.
+        Returns the blocks freed.
+        """
+        free = self.cache.pool.num_free
+        for sequence in self.sequences:
+            if sequence.run is None and of(sequence.namespace):
+                self.scheduler.park(sequence)
+        for namespace in list(self.cache.tree.roots):
+            if of(namespace):
+                self.cache.forget(namespace)
+        return self.cache.pool.num_free - free
+
     def check_length(self, num_tokens: int) -> None:
         """Raise OutOfCapacity if a sequence of so many tokens could never have KV for all of them."""
         config = self.config
@@ -125,17 +143,22 @@ class Engine:
         if num_tokens > config.max_tokens:
             raise OutOfCapacity(-(-num_tokens // config.block_size), config.num_blocks)
 
-    # -- runs ------------------------------------------------------------------------------------------
+    def allowance(self, sequence: Sequence, max_tokens: int | None) -> int:
+        """How many tokens can be added to a sequence, of `max_tokens` that are wanted; None is all.
 
-    def generation(self, sequence: Sequence, params: SamplingParams, seed: int, index: int = 0) -> Generation:
-        """A run that continues `sequence`.
-
-        The allowance is bounded by what can be held: the last sampled token is not fed, so a sequence may
-        end one token longer than the context or the pool. Raises OutOfCapacity if not one token is left.
+        The last one is not fed, so a sequence may end one token longer than the context or the pool. Raises
+        OutOfCapacity if not one is left.
         """
         room = self.config.max_tokens - len(sequence.token_ids) + 1
         if room < 1:
             self.check_length(len(sequence.token_ids))
+        return room if max_tokens is None else min(room, max_tokens)
+
+    # -- runs ------------------------------------------------------------------------------------------
+
+    def generation(self, sequence: Sequence, params: SamplingParams, seed: int, index: int = 0) -> Generation:
+        """A run that continues `sequence`. Raises OutOfCapacity if not one token is left."""
+        allowance = self.allowance(sequence, params.max_tokens)
         text = ""
         if params.echo and self.tokenizer is not None:
             text = self.tokenizer.decode_unchecked(sequence.token_ids, skip_special_tokens=True)
@@ -143,16 +166,22 @@ class Engine:
             params,
             seed=seed,
             index=index,
-            allowance=room if params.max_tokens is None else min(room, params.max_tokens),
+            allowance=allowance,
             eos_token_ids=self.eos_token_ids,
             tokenizer=self.tokenizer,
             prompt_text=text,
         )
 
     def generations(self, sequence: Sequence, params: SamplingParams) -> list[Generation]:
-        """`params.n` runs that continue `sequence`, each with its own random stream."""
+        """The runs that continue `sequence` as `params` say, each with its own random stream."""
         seed = self.next_seed() if params.seed is None else params.seed
-        return [self.generation(sequence, params, derive_seed(seed, i), i) for i in range(params.n)]
+        count = params.num_sampled
+        runs = [self.generation(sequence, params, derive_seed(seed, i), i) for i in range(count)]
+        if count > params.n:
+            contest = Contest(params)
+            for run in runs:
+                run.contest = contest
+        return runs
 
     def next_seed(self) -> int:
         """A seed for a request that has none."""
@@ -167,6 +196,16 @@ class Engine:
         sequence.run = run
         run.start(sequence)
         self.scheduler.submit(sequence)
+
+    def run_now(self, fork: Sequence, run: Run, arrival: tuple[int, ...]) -> None:
+        """Let a fork of a running sequence run from the next step on; a parked one has to wait."""
+        assert fork.run is None, "a sequence does one thing at a time"
+        fork.arrival = arrival
+        fork.run = run
+        if fork.is_live:
+            self.scheduler.start_now(fork)
+        else:
+            self.scheduler.submit(fork)
 
     def abort(self, sequence: Sequence, run: Run | None = None) -> None:
         """End the run of a sequence now, or only if it is `run`; tokens generated so far stay. Idempotent."""
@@ -216,7 +255,7 @@ class Engine:
                 raise
             for pick in scheduled.picks:
                 if pick.sequence.run is not None:  # else it was released meanwhile
-                    self._fail(pick.sequence, error)
+                    self.fail(pick.sequence, error)
             return None
         self.num_steps += 1
         self.num_computed_tokens += scheduled.step.num_tokens
@@ -241,8 +280,11 @@ class Engine:
                 rows = self._score_prompt(pick, logits, rows)
                 self._take_logits(pick, logits, rows, draws)
             except BadLogits as error:
-                self._fail(pick.sequence, error)
+                self.fail(pick.sequence, error)
         self._sample(logits, draws)
+        runs = [pick.sequence.run for pick in scheduled.picks]
+        for search in dict.fromkeys(run.search for run in runs if isinstance(run, Beam)):
+            search.go_on(self)
 
     def _score_prompt(self, pick: Pick, logits: Tensor, rows: range) -> range:
         """Let the run score its prompt by its rows of the logits; returns the rows that are left."""
@@ -267,18 +309,20 @@ class Engine:
                 child = self._fork_running(sequence, generation, index, keep=run.keep)
                 run.children.append(child)
                 draws.append((child, generation, rows[0]))
-            self._finish(sequence)
+            self.finish(sequence)
+        elif isinstance(run, Beam) and rows:
+            run.accept(logits[rows[0]])
         elif isinstance(run, Scoring):
             mine, targets = logits[rows.start : rows.stop], run.next_targets(len(rows))
             run.accept(logprobs_of(mine, targets), greedy=mine.argmax(-1).tolist() == targets)
             if len(run.token_logprobs) == len(run.targets):
-                self._finish(sequence)
+                self.finish(sequence)
         elif isinstance(run, HeadScoring) and rows:
             run.firsts = _firsts(logits[rows[0]], [candidate[0] for candidate in run.candidates])
             self._score_rests(sequence, run)
-            self._finish(sequence)
+            self.finish(sequence)
         elif type(run) is Run and sequence.num_to_do == 0:
-            self._finish(sequence)
+            self.finish(sequence)
 
     def _score_rests(self, sequence: Sequence, run: HeadScoring) -> None:
         """Score what follows the first token of each candidate, on forks that are pruned afterwards."""
@@ -295,10 +339,8 @@ class Engine:
 
     def _fork_running(self, sequence: Sequence, run: Run, index: int, *, keep: bool) -> Sequence:
         """A child that runs from the next step on, as old as its parent."""
-        child = self._add(sequence.fork(keep=keep))
-        child.arrival = (*sequence.arrival, index)
-        child.run = run
-        self.scheduler.start_now(child)
+        child = self.fork(sequence, keep=keep)
+        self.run_now(child, run, (*sequence.arrival, index))
         return child
 
     def _sample(self, logits: Tensor, draws: list[tuple[Sequence, Generation, int]]) -> None:
@@ -311,27 +353,30 @@ class Engine:
         except BadLogits as error:
             bad = set(error.rows)
             for index in bad:
-                self._fail(draws[index][0], error)
+                self.fail(draws[index][0], error)
             self._sample(logits, [draw for index, draw in enumerate(draws) if index not in bad])
             return
         for (sequence, generation, _), drawn in zip(draws, sampled.draws(), strict=True):
             try:
                 generation.accept(sequence, drawn)
             except Exception as error:  # one request's text must not end the others
-                self._fail(sequence, error)
+                self.fail(sequence, error)
                 continue
             self.num_generated_tokens += 1
-            if generation.finished:
+            if generation.contest is not None:
+                for loser in generation.contest.losers(generation, sequence):
+                    self.release(loser, prune=True)
+            if generation.finished and sequence.run is generation:
                 self._end(sequence)
 
     # -- ends ------------------------------------------------------------------------------------------
 
-    def _finish(self, sequence: Sequence) -> None:
+    def finish(self, sequence: Sequence) -> None:
         assert sequence.run is not None, "only a run finishes"
         sequence.run.finished = True
         self._end(sequence)
 
-    def _fail(self, sequence: Sequence, error: Exception) -> None:
+    def fail(self, sequence: Sequence, error: Exception) -> None:
         assert sequence.run is not None, "only a run fails"
         failure = StepFailed(f"the step failed: {type(error).__name__}: {error}")
         failure.__cause__ = error
@@ -352,7 +397,7 @@ class Engine:
         """End what the scheduler found to need no step, or to be beyond help; says if there was any."""
         ended = bool(self.scheduler.complete or self.scheduler.refused)
         for sequence in self.scheduler.complete:
-            self._finish(sequence)
+            self.finish(sequence)
         self.scheduler.complete.clear()
         for sequence, error in self.scheduler.refused:
             assert sequence.run is not None, "only a run is refused"
@@ -362,14 +407,18 @@ class Engine:
         return ended
 
     def _end(self, sequence: Sequence) -> None:
-        """The one place where a run leaves its sequence."""
-        run, sequence.run = sequence.run, None
-        if run is not None:
-            run.keep_scores(sequence)
+        """A run leaves its sequence."""
+        run = self._detach(sequence)
         if sequence.keep:
             self.scheduler.rest(sequence)
         else:
-            self.release(sequence, prune=isinstance(run, Scoring))
+            self.release(sequence, prune=run is not None and run.leaves_nothing)
+
+    def _detach(self, sequence: Sequence) -> Run | None:
+        run, sequence.run = sequence.run, None
+        if run is not None:
+            run.keep_scores(sequence)
+        return run
 
     # -- looking ---------------------------------------------------------------------------------------
 

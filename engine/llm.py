@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ramet.engine.arguments import Prompt, check_either, check_int32, params_of, params_of_each, prompts_of
+from ramet.engine.beam_params import BeamSearchParams
+from ramet.engine.beam_search import OnProgress
 from ramet.engine.branch import Branch, prune_all
 from ramet.engine.checks import check_bool, checked_list
 from ramet.engine.config import EngineConfig
@@ -45,7 +47,7 @@ class LLM:
         block_size: token slots of a block; on a GPU a power of two.
         num_blocks: blocks in the pool; None sizes it from the memory that is free.
         max_model_len: a context limit below the model's own.
-        max_batch_tokens: token budget of a step.
+        max_batch_tokens: token budget of a step; on a GPU at most 32,768.
         min_partial: tokens that a prefix hit inside a block must have to be used; 1 is exact to the token,
             None a quarter of a block.
         seed: where requests without a seed get theirs from.
@@ -97,6 +99,13 @@ class LLM:
         """Counters since the start, and what the pages hold now."""
         return self.engine.stats()
 
+    def reset_prefix_cache(self) -> int:
+        """Forget what was computed so far, as after a change of weights; returns the blocks freed.
+
+        Idle branches keep their tokens and compute them again. What runs keeps its blocks, and goes on.
+        """
+        return self.engine.reset_prefix_cache(lambda namespace: True)
+
     def on_step(self, listener: Callable[[], object]) -> Callable[[], None]:
         """Call `listener` after each step of the engine, for progress bars and live views.
 
@@ -133,11 +142,14 @@ class LLM:
         cache: bool,
         settings: dict[str, Any],
         namespace: Hashable = LOCAL,
+        streamed: bool = False,
     ) -> Operation[list[Output]]:
         many = [self.encode(prompt) for prompt in prompts_of(prompts)]
         each = params_of_each(params, settings, len(many))
         check_int32("priority", priority)
         check_bool("cache", cache)
+        if streamed:
+            _check_streamed(each)
         requests: list[Request] = []
         try:
             for token_ids, own in zip(many, each, strict=True):
@@ -148,7 +160,7 @@ class LLM:
         finally:
             self._release_all(requests)
         return [
-            Output(ids, sequence.num_cached_tokens or 0, [g.choice for g in generations], run.prompt_logprobs)
+            Output(ids, sequence.num_cached_tokens or 0, _choices(generations), run.prompt_logprobs)
             for ids, (sequence, run, generations) in zip(many, requests, strict=True)
         ]
 
@@ -163,6 +175,7 @@ class LLM:
         params = params_of(params, settings)
         token_ids = self.encode(prompt)
         self._check_params(params)
+        _check_streamed([params])
         self.engine.check_length(len(token_ids))
         return self._streaming(token_ids, params)
 
@@ -215,12 +228,14 @@ class LLM:
         *,
         messages: Seq[Mapping[str, Any]] | None = None,
         tools: Seq[Mapping[str, Any]] | None = None,
+        compute: bool = True,
     ) -> Branch:
-        """A branch at the end of a prompt, or of `messages` through the chat template; computed now.
+        """A branch at the end of a prompt, or of `messages` through the chat template.
 
+        It is computed now, or without `compute` together with what it is first used for.
         Raises InvalidInput or OutOfCapacity; StepFailed if the model failed.
         """
-        return self._drive(self._branching(prompt, messages, tools))
+        return self._drive(self._branching(prompt, messages, tools, compute=compute))
 
     def _branching(
         self,
@@ -230,14 +245,8 @@ class LLM:
         namespace: Hashable = LOCAL,
         compute: bool = True,
     ) -> Operation[Branch]:
-        if (prompt is None) == (messages is None):
-            raise InvalidInput("prompt", "or messages must be given, and not both")
         check_bool("compute", compute)
-        if messages is not None:
-            token_ids = self._tokenizer("messages").apply_chat_template(messages, tools=tools)
-        else:
-            assert prompt is not None, "one of the two is given"
-            token_ids = self.encode(prompt)
+        token_ids = self._prompt_ids(prompt, messages, tools)
         sequence = self.engine.new_sequence(token_ids, keep=True, namespace=namespace)
         branch = Branch(self, sequence, None)
         if not compute:
@@ -250,6 +259,37 @@ class LLM:
             branch.release()
             raise
         return branch
+
+    def beam_search(
+        self,
+        prompt: Prompt | None = None,
+        params: BeamSearchParams | None = None,
+        *,
+        messages: Seq[Mapping[str, Any]] | None = None,
+        tools: Seq[Mapping[str, Any]] | None = None,
+        on_progress: OnProgress | None = None,
+        **settings: Any,
+    ) -> list[Branch]:
+        """The best continuations of a prompt, or of `messages`, best first. See Branch.beam_search."""
+        return self._drive(self._beam_searching(prompt, messages, tools, params, settings, on_progress))
+
+    def _beam_searching(
+        self,
+        prompt: Prompt | None,
+        messages: Seq[Mapping[str, Any]] | None,
+        tools: Seq[Mapping[str, Any]] | None,
+        params: BeamSearchParams | None,
+        settings: dict[str, Any],
+        on_progress: OnProgress | None = None,
+        namespace: Hashable = LOCAL,
+    ) -> Operation[list[Branch]]:
+        token_ids = self._prompt_ids(prompt, messages, tools)
+        # Nobody goes on from the prompt itself: it gives up its blocks to the first beams.
+        root = Branch(self, self.engine.new_sequence(token_ids, keep=False, namespace=namespace), None)
+        try:
+            return (yield from root._beam_searching(params, settings, on_progress))
+        finally:
+            root.release()
 
     def step(
         self,
@@ -313,8 +353,9 @@ class LLM:
         for branch, own in zip(branches, params, strict=True):
             branch._check_unused()
             self._check_params(own, of_branch=True)
-            if own.n != 1:
-                raise InvalidInput("n", "must be 1 where a branch itself goes on; use expand()", own.n)
+            if own.num_sampled != 1:
+                limit = "and best_of must be 1 where a branch itself goes on; use expand()"
+                raise InvalidInput("n", limit, own.num_sampled)
             runs.append(self.engine.generations(branch._sequence, own)[0])
         try:
             for branch, run in zip(branches, runs, strict=True):
@@ -357,6 +398,19 @@ class LLM:
             raise InvalidInput("branches", "must not name a branch twice")
         return many
 
+    def _prompt_ids(
+        self,
+        prompt: Prompt | None,
+        messages: Seq[Mapping[str, Any]] | None,
+        tools: Seq[Mapping[str, Any]] | None,
+    ) -> list[int]:
+        if (prompt is None) == (messages is None):
+            raise InvalidInput("prompt", "or messages must be given, and not both")
+        if messages is not None:
+            return self._tokenizer("messages").apply_chat_template(messages, tools=tools)
+        assert prompt is not None, "one of the two is given"
+        return self.encode(prompt)
+
     def encode(self, prompt: Prompt, field: str = "prompt", *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a prompt, checked. Raises InvalidInput, which names `field`."""
         if isinstance(prompt, str):
@@ -398,3 +452,15 @@ class LLM:
         if num_left <= 0:
             field = "banned_token_ids" if allowed is None else "allowed_token_ids"
             raise InvalidInput(field, "must leave a token that can be chosen")
+
+
+def _check_streamed(each: Seq[SamplingParams]) -> None:
+    for params in each:
+        if params.num_sampled > params.n:
+            raise InvalidInput("best_of", "must be None or n where the tokens are read while they come")
+
+
+def _choices(generations: list[Generation]) -> list[Choice]:
+    """All, or of a contest the best."""
+    contest = generations[0].contest
+    return [one.choice for one in (generations if contest is None else contest.winners(generations))]

@@ -38,7 +38,9 @@ class ModelRunner:
         self._planner = attention.planner(pool)
 
     def copy_blocks(self, copies: Sequence[Copy]) -> None:
-        self.pool.copy_blocks(copies)
+        # See LoadedModel.forward.
+        with torch.cuda.device_of(self.pool.storage):  # type: ignore[no-untyped-call]
+            self.pool.copy_blocks(copies)
 
     def forward(self, step: Step) -> Tensor:
         """Write the step's K and V into the pages and return the logits that it wants [R, V]."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ramet.engine.device import pick_device, pick_dtype
+from ramet.engine.device import check_weights, convert, move, pick_device, pick_dtype
 from ramet.engine.errors import ModelNotFound, UnsupportedModel
 from ramet.engine.fused_llama import FusedLlama, fuse as fuse_llama
 from ramet.engine.model_attention import (
@@ -55,6 +55,7 @@ class LoadedModel:
         """Take over a transformers model, which is checked first. Raises UnsupportedModel or InvalidInput."""
         self.name = name
         self.shape: ModelShape = check_model(module, name, max_model_len)
+        check_weights(module, name)
         self.module = module.eval()
         self.tokenizer = tokenizer
         self.eos_token_ids = _eos_token_ids(module, tokenizer)
@@ -90,7 +91,9 @@ class LoadedModel:
             scale, options), where the tensors are views; returns [T, H, D].
         Returns [R, V] in the model's dtype. Raises UnsupportedModel if a layer does not attend as it should.
         """
-        return self._forward(token_ids, positions, logits_at, AttendCall(attend, self.shape, self.name))
+        # Triton launches on the current device, whatever its tensors lie on.
+        with torch.cuda.device_of(token_ids):  # type: ignore[no-untyped-call]
+            return self._forward(token_ids, positions, logits_at, AttendCall(attend, self.shape, self.name))
 
     def _forward(self, token_ids: Tensor, positions: Tensor, logits_at: Tensor, call: AttendCall) -> Tensor:
         assert token_ids.ndim == 1 and token_ids.shape == positions.shape, "one position for each token"
@@ -165,7 +168,7 @@ def load_model(
         target = pick_device(device)
         cache = None if cache_dir is None else Path(cache_dir)
         files = _load_named(name, pick_dtype(dtype, target), max_model_len, cache)
-        files = files._replace(module=files.module.to(target))
+        files = files._replace(module=move(files.module, target))
     found = files.tokenizer if tokenizer is None else tokenizer
     if found is not None and not isinstance(found, Tokenizer):
         found = Tokenizer(found)
@@ -189,9 +192,9 @@ def _load_named(
 
 def _moved(module: nn.Module, device: str | torch.device, dtype: str | torch.dtype) -> nn.Module:
     if device != "auto":
-        module = module.to(pick_device(device))
+        module = move(module, pick_device(device))
     if dtype != "auto":
-        module = module.to(pick_dtype(dtype, torch.device("cpu")))
+        module = convert(module, pick_dtype(dtype, torch.device("cpu")))
     return module
 
 

@@ -10,17 +10,21 @@ from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 from ramet.engine.adjust import TokenCounts, adjustment_of
+from ramet.engine.contest import Contest
 from ramet.engine.errors import BranchReleased
+from ramet.engine.growing_text import GrowingText
 from ramet.engine.outputs import Choice, FinishReason, Score
 from ramet.engine.prompt_scores import PromptScores
 from ramet.engine.sampler import Draw, RowSampling, TokenLogprob
 from ramet.engine.sampling_params import SamplingParams
 from ramet.engine.sequence import Sequence
-from ramet.engine.tokenizer import IncrementalDetokenizer, StopChecker, Tokenizer
+from ramet.engine.tokenizer import Tokenizer
 
 
 class Run:
     """Compute what the sequence has to do; nothing is sampled."""
+
+    leaves_nothing = False  # whether what its sequence computed is of no use to others, so that it is pruned
 
     def __init__(self) -> None:
         self.logits_from: int | None = None  # the first position whose logits are still needed
@@ -89,13 +93,9 @@ class Generation(Run):
             named_logprobs=[] if params.logprob_token_ids else None,
             entropies=[] if params.return_entropy else None,
         )
+        self.contest: Contest | None = None  # in which only the best are wanted
         self._ends = (frozenset() if params.ignore_eos else eos_token_ids) | frozenset(params.stop_token_ids)
-        self._detokenizer = (
-            IncrementalDetokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
-            if tokenizer is not None
-            else None
-        )
-        self._stops = StopChecker(params.stops)
+        self._text = None if tokenizer is None else GrowingText(tokenizer, params, prompt_text)
         self._counts: TokenCounts | None = None
         self.prepare(None)
 
@@ -149,43 +149,24 @@ class Generation(Run):
             self._counts.add(token_id)
         self.choice.add(draw)
         ends = token_id in self._ends
-        shows = not ends or self.params.include_stop_str_in_output
-        if shows and (stop := self._add_text(token_id)) is not None:
-            self._detokenizer = None  # the text has ended, whatever is still held
-            self.finish("stop", stop)
-        elif ends:
-            self.finish("stop", token_id)
+        stop = None
+        if self._text is not None and (not ends or self.params.include_stop_str_in_output):
+            stop = self._text.add(token_id, search=len(self.choice.token_ids) > self.params.min_tokens)
+            self.choice.text = self._text.text
+        if ends or stop is not None:
+            self.finish("stop", token_id if stop is None else stop)
         elif self.num_tokens_left <= 0:
             self.finish("length")
-
-    def _add_text(self, token_id: int) -> str | None:
-        """Add what a token shows to the text; returns the stop string that it completes."""
-        if self._detokenizer is None:
-            return None
-        delta = self._detokenizer.add(token_id)
-        if len(self.choice.token_ids) <= self.params.min_tokens:
-            self.choice.text += delta
-            return None
-        return self._show(delta)
-
-    def _show(self, delta: str) -> str | None:
-        """Add to the text what no stop string takes away; returns the one that is complete."""
-        shown = self._stops.add(delta)
-        self.choice.text += shown.text
-        if shown.stop is not None and self.params.include_stop_str_in_output:
-            self.choice.text += shown.stop
-        return shown.stop
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """End the choice, with the text that was held back. Idempotent."""
         if self.finished:
             return
-        if self._detokenizer is not None:
-            stop = self._show(self._detokenizer.flush())
+        if self._text is not None:
+            stop = self._text.finish()
             if stop is not None:
                 reason, stop_reason = "stop", stop
-            else:
-                self.choice.text += self._stops.finish()
+            self.choice.text = self._text.text
         self.choice.finish_reason = reason
         self.choice.stop_reason = stop_reason
         self.finished = True
@@ -235,6 +216,8 @@ class FanOut(Run):
 
 class Scoring(Run):
     """Collect the log-probability of each of `targets`, the tokens that follow position `first`."""
+
+    leaves_nothing = True
 
     def __init__(self, first: int, targets: list[int]) -> None:
         super().__init__()

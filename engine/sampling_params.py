@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ramet.engine.checks import (
     check_bool,
@@ -29,7 +29,7 @@ MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 MAX_PENALTY = 2.0
 _MIN_SEED, _MAX_SEED = -(2**63), 2**64 - 1
 _MASK = 2**64 - 1
-_WHOLE = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
+_WHOLE = ("n", "best_of", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
 _REAL = (
     "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"
 )  # fmt: skip
@@ -42,6 +42,9 @@ class SamplingParams:
 
     Attributes:
         n: how many choices to make from one prompt, 1 to 128.
+        best_of: how many to make of which the n best are returned, best first, n to 128; None is n. One that
+            cannot be among them any more is cancelled. The choices cannot be read while they come.
+        best_by: which are best, by the "mean" of their tokens' log-probabilities or by "cumulative", the sum.
         temperature: divides the logits; 0 takes the likeliest token always.
         top_k: choose among the k likeliest tokens; 0, -1 and anything from the vocabulary's size on mean all.
         top_p: choose among the fewest likeliest tokens that hold this share of the probability (after top_k),
@@ -76,6 +79,8 @@ class SamplingParams:
     """
 
     n: int = 1
+    best_of: int | None = None
+    best_by: Literal["mean", "cumulative"] = "mean"
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -103,6 +108,10 @@ class SamplingParams:
     def __post_init__(self) -> None:
         """Check every field, and freeze those that may come as lists or mappings."""
         check_int("n", self.n, 1, MAX_CHOICES)
+        if self.best_of is not None:
+            check_int("best_of", self.best_of, int(self.n), MAX_CHOICES)
+        if self.best_by not in ("mean", "cumulative"):
+            raise InvalidInput("best_by", 'must be "mean" or "cumulative"', self.best_by)
         check_float("temperature", self.temperature, 0.0, math.inf)
         check_int("top_k", self.top_k, -1, None)
         check_float("top_p", self.top_p, 0.0, 1.0)
@@ -144,6 +153,11 @@ class SamplingParams:
             frozen |= {field: kind(value) for field, value in given.items() if value is not None}
         for field, value in frozen.items():
             object.__setattr__(self, field, value)
+
+    @property
+    def num_sampled(self) -> int:
+        """How many choices are made, returned or not."""
+        return self.n if self.best_of is None else self.best_of
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -84,6 +84,7 @@ class Scheduler:
 
     def start_now(self, sequence: Sequence) -> None:
         """Let a live fork of a running sequence run without waiting: it needs no block yet."""
+        self._leave_idle(sequence)
         sequence.live_cursor.keep_row()
         self.running[sequence] = None
 

@@ -203,6 +203,12 @@ class IncrementalDetokenizer:
         """The text still held, with U+FFFD for a character that will not be completed now."""
         return self._release(self._decode(self._window), len(self._window))
 
+    def fork(self) -> IncrementalDetokenizer:
+        """A copy that goes on by itself."""
+        other = copy.copy(self)
+        other._window = list(self._window)
+        return other
+
     def _release_settled(self, text: str) -> str:
         """Return what can no longer change of a long run of stray bytes, so that the window stays short."""
         split = len(self._window) - _MAX_OPEN_TOKENS
@@ -257,6 +263,10 @@ class StopChecker:
         """The text held back, for a generation that ends without a stop string."""
         held, self._held = self._held, ""
         return held
+
+    def fork(self) -> StopChecker:
+        """A copy that goes on by itself."""
+        return copy.copy(self)
 
     def _first_possible_start(self, text: str) -> int:
         for start in range(max(0, len(text) - self._longest + 1), len(text)):

@@ -43,6 +43,8 @@ CPU_MIN_FRACTION_HALF = 0.2
 # What the GPU's kernels have tiles for.
 MAX_HEAD_DIM = 256
 MAX_GROUP = 128  # query heads of a KV head
+# Of a step. CUDA launches 65,535 programs along the axis of work items, and a token may need more than one.
+MAX_BATCH_TOKENS = 32768
 
 
 def planner(pool: KVPool) -> Planner:

@@ -152,9 +152,9 @@ class Planner:
 
 
 def _array(values: Ints) -> IntArray:
-    """The values as an array. Of a list, three times as fast as numpy's own conversion."""
+    """The values as an array of the plan's own. Of a list, three times as fast as numpy's own conversion."""
     if isinstance(values, np.ndarray):
-        return values.astype(np.int64, copy=False)
+        return values.astype(np.int64)
     return np.frombuffer(struct.pack(f"{len(values)}q", *values), dtype=np.int64)
 
 

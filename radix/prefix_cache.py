@@ -141,6 +141,22 @@ class PrefixCache:
             needed -= unused and needed > available
         return needed <= available
 
+    def forget(self, namespace: Hashable) -> int:
+        """Free at once what is cached in a namespace and no live branch holds; its log-probabilities go, too.
+
+        Parked branches keep their tokens. Returns how many blocks were freed. O(nodes of the namespace).
+        """
+        nodes = [self.tree.roots[namespace]] if namespace in self.tree.roots else []
+        for node in nodes:  # grows as it goes: parents before children
+            nodes.extend(node.children.values())
+        free = self.pool.num_free
+        for node in reversed(nodes):
+            if not node.live:
+                node.logprobs = None
+                while node.blocks:
+                    self.tree.pop_block(node)
+        return self.pool.num_free - free
+
     # -- a step ------------------------------------------------------------------------------------
 
     def num_needed(self, writes: Iterable[tuple[Cursor, int]]) -> int:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ramet.api.client import Client as Client
     from ramet.api.client_calls import ApiError as ApiError
     from ramet.engine.async_llm import AsyncBranch as AsyncBranch, AsyncLLM as AsyncLLM
+    from ramet.engine.beam_params import BeamSearchParams as BeamSearchParams
     from ramet.engine.branch import Branch as Branch
     from ramet.engine.errors import (
         BranchReleased as BranchReleased,
@@ -24,7 +25,13 @@ if TYPE_CHECKING:
         UnsupportedModel as UnsupportedModel,
     )
     from ramet.engine.llm import LLM as LLM
-    from ramet.engine.outputs import Choice as Choice, Delta as Delta, Output as Output, Score as Score
+    from ramet.engine.outputs import (
+        BeamProgress as BeamProgress,
+        Choice as Choice,
+        Delta as Delta,
+        Output as Output,
+        Score as Score,
+    )
     from ramet.engine.sampling_params import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
@@ -33,6 +40,8 @@ _ERRORS = "ramet.engine.errors"
 _HOME_OF = {
     "LLM": "ramet.engine.llm",
     "Branch": "ramet.engine.branch",
+    "BeamSearchParams": "ramet.engine.beam_params",
+    "BeamProgress": "ramet.engine.outputs",
     "AsyncLLM": "ramet.engine.async_llm",
     "AsyncBranch": "ramet.engine.async_llm",
     "Client": "ramet.api.client",

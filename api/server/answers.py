@@ -9,7 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import Request
 from starlette.responses import Response
@@ -18,8 +18,7 @@ from ramet.api.server.ids import new_id
 from ramet.api.server.schemas import GenerationRequest
 from ramet.api.server.sse import DONE, EventStream, JsonResponse, error_event, event, unless_gone
 from ramet.api.server.state import State, request_id_of
-from ramet.engine.async_work import Work
-from ramet.engine.outputs import Delta, Output
+from ramet.engine.outputs import Choice, Delta, Output
 from ramet.engine.sampler import TokenLogprob
 
 LOWEST = -9999.0  # stands for minus infinity, which JSON has not
@@ -134,8 +133,8 @@ class Answer(ABC):
         return shown
 
 
-def finish_reason(delta: Delta) -> str | None:
-    return "cancelled" if delta.finish_reason == "abort" else delta.finish_reason
+def finish_reason(ended: Delta | Choice) -> str | None:
+    return "cancelled" if ended.finish_reason == "abort" else ended.finish_reason
 
 
 def finite(logprob: float) -> float:
@@ -163,9 +162,16 @@ def _as_deltas(outputs: Sequence[Output]) -> list[Delta]:
     ]
 
 
-async def respond(request: Request, answer: Answer, work: Work[list[Output]], held: ExitStack) -> Response:
+class Source(Protocol):
+    """Where an answer's tokens come from: a Work, or what reads as one."""
+
+    async def read(self) -> list[Delta]: ...
+
+    async def result(self) -> list[Output]: ...
+
+
+async def respond(request: Request, answer: Answer, work: Source, held: ExitStack) -> Response:
     """Send the answer. `held` is what must be let go of afterwards; a stream takes it over."""
-    await work.started()
     if answer.body.stream:
         taken = held.pop_all()
         return EventStream(_events(answer, work, request_id_of(request)), taken.close)
@@ -173,7 +179,7 @@ async def respond(request: Request, answer: Answer, work: Work[list[Output]], he
     return JsonResponse(answer.whole(outputs))
 
 
-async def _events(answer: Answer, work: Work[list[Output]], request_id: str) -> AsyncGenerator[bytes]:
+async def _events(answer: Answer, work: Source, request_id: str) -> AsyncGenerator[bytes]:
     options = answer.body.stream_options
     continuous = options is not None and bool(options.continuous_usage_stats)
     try:

@@ -29,10 +29,11 @@ _MAX_REMEMBERED = 4096  # branches that are gone, so that an error can say why
 
 @dataclass
 class Turn:
-    """The messages that a branch holds up to a position; what comes after it is the model's reply."""
+    """Messages that were appended at once; what comes after them is the model's reply."""
 
+    start: int
     end: int
-    messages: list[dict[str, Any]]
+    messages: list[dict[str, Any]]  # all that the branch holds up to `end`
 
 
 @dataclass(eq=False)
@@ -89,6 +90,8 @@ class Entry:
         """Forget what is said of later positions."""
         self.checkpoints = {name: at for name, at in self.checkpoints.items() if at <= position}
         self.turns = [turn for turn in self.turns if turn.end <= position]
+        self.forked_at = min(self.forked_at, position)
+        self.num_generated = min(self.num_generated, position)
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from fastapi import Request
+
 from ramet.api.server import leases
 from ramet.api.server.answers import finite
 from ramet.api.server.branch_messages import delta_of
@@ -25,7 +27,7 @@ from ramet.api.server.branch_view import show_branch, show_branches
 from ramet.api.server.errors import ApiError, invalid, not_found, unsupported
 from ramet.api.server.events import EventLog
 from ramet.api.server.messages import normalised
-from ramet.api.server.state import State
+from ramet.api.server.state import State, request_id_of, state_of, tenant_of
 from ramet.api.server.tenants import Tenant
 from ramet.engine.async_llm import AsyncBranch
 from ramet.engine.tokenizer import validate_token_ids
@@ -42,6 +44,10 @@ class Context:
     @property
     def store(self) -> BranchStore:
         return self.tenant.branches
+
+
+def context_of(request: Request) -> Context:
+    return Context(state_of(request), tenant_of(request), request_id_of(request))
 
 
 async def create(context: Context, body: CreateRequest) -> dict[str, Any]:
@@ -61,16 +67,16 @@ async def create(context: Context, body: CreateRequest) -> dict[str, Any]:
     store.check_room(tree, 1)
     token_ids, messages = await _tokens_of(state, body)
     if tree is None:
-        tree = Tree(state.clock(), EventLog(state.clock))
+        tree = new_tree(state)
     tree.check_tokens(len(token_ids))
     branch = await state.engine.branch(
         token_ids, namespace=context.tenant.namespace(body.cache_salt), compute=body.prefill != "lazy"
     )
-    entry = _entry(state, branch, tree)
+    entry = new_entry(state, branch, tree)
     entry.checkpoints["prompt"] = len(token_ids)
     if messages is not None:
-        entry.turns.append(Turn(len(token_ids), messages))
-    await _settle(context, [entry], body)
+        entry.turns.append(Turn(0, len(token_ids), messages))
+    await settle(context, [entry], body)
     return await show_branch(state, entry)
 
 
@@ -100,7 +106,7 @@ async def _fork(context: Context, entry: Entry, n: int, at: object, body: Settab
     position = _position(entry, at, "at")
     branches = await entry.branch.fork(n, at=position)
     children = [child_of(state, entry, branch, len(branch)) for branch in branches]
-    await _settle(context, children, body)
+    await settle(context, children, body)
     await leases.use(state, entry)
     state.metrics.forks.inc(n)
     return children
@@ -108,7 +114,7 @@ async def _fork(context: Context, entry: Entry, n: int, at: object, body: Settab
 
 def child_of(state: State, parent: Entry, branch: AsyncBranch, forked_at: int) -> Entry:
     """What a tenant knows of a new child; it is not in the tables yet."""
-    child = _entry(state, branch, parent.tree)
+    child = new_entry(state, branch, parent.tree)
     child.path = (*parent.path, parent.id)
     child.forked_at = forked_at
     child.checkpoints = dict(parent.checkpoints)
@@ -120,12 +126,17 @@ def child_of(state: State, parent: Entry, branch: AsyncBranch, forked_at: int) -
     return child
 
 
-def _entry(state: State, branch: AsyncBranch, tree: Tree) -> Entry:
+def new_tree(state: State) -> Tree:
+    """A tree that is in no table until its first branch is."""
+    return Tree(state.clock(), EventLog(state.clock))
+
+
+def new_entry(state: State, branch: AsyncBranch, tree: Tree) -> Entry:
     now = state.clock()
     return Entry(branch, tree, created_at=now, expires_at=now + state.settings.branch_ttl)
 
 
-async def _settle(context: Context, entries: list[Entry], body: Settable) -> None:
+async def settle(context: Context, entries: list[Entry], body: Settable) -> None:
     """Put new branches into the tables, with what the request says of them; all or none."""
     try:
         for entry in entries:
@@ -162,14 +173,11 @@ async def extend(context: Context, entry: Entry, body: ExtendRequest) -> dict[st
         check_position(entry, body.expect_position)
         entry.check_mark(body.checkpoint)
         branch, start = entry.branch, len(entry.branch)
+        keep = start
         messages, how, exact = None, "delta", True
         if body.messages is not None:
             delta = await delta_of(state.text, entry, body)
-            messages, new, how, exact = delta.messages, delta.token_ids, delta.how, delta.exact
-            if delta.keep < start:
-                await branch.truncate(delta.keep)
-                start = delta.keep
-                entry.cut(start)
+            messages, how, (keep, new, exact) = delta.messages, delta.how, delta.splice
         elif body.text is not None:
             new = await state.text.encode(body.text, "text", add_special_tokens=False, control_tokens=False)
         else:
@@ -177,25 +185,26 @@ async def extend(context: Context, entry: Entry, body: ExtendRequest) -> dict[st
             new = validate_token_ids(body.token_ids, state.text.vocab_size, "token_ids")
         entry.tree.check_tokens(len(new))
         logprobs: list[float] = []
-        if body.prefill == "lazy":
+        if body.prefill == "lazy" and keep == start:
             await branch.extend(new)
         else:
-            logprobs = await branch.compute(new, logprobs=bool(body.return_logprobs))
+            logprobs = await branch.compute(new, at=keep, logprobs=bool(body.return_logprobs))
+        entry.cut(keep)
         if messages is not None:
-            entry.turns.append(Turn(len(branch), messages))
+            entry.turns.append(Turn(keep, len(branch), messages))
         entry.mark(body.checkpoint)
         await leases.use(state, entry)
-    position = start + len(new)
+    position = keep + len(new)
     entry.tree.events.add("branch.extended", {"branch_id": entry.id, "position": position})
     answer = {
         "object": "branch.extension",
         "branch_id": entry.id,
-        "start_position": start,
+        "start_position": keep,
         "position": position,
         "token_ids": new,
     }
     if body.messages is not None:
-        answer |= {"render": how, "template_exact": exact, "reused_tokens": start}
+        answer |= {"render": how, "template_exact": exact, "reused_tokens": keep}
     if body.return_logprobs:
         answer["token_logprobs"] = [finite(one) for one in logprobs]
     return answer
@@ -212,8 +221,6 @@ async def truncate(context: Context, entry: Entry, body: TruncateRequest) -> dic
         assert position is not None, "one of the two is given"
         await entry.branch.truncate(position)
         entry.cut(position)
-        entry.forked_at = min(entry.forked_at, position)
-        entry.num_generated = min(entry.num_generated, position)
         await leases.use(context.state, entry)
     entry.tree.events.add("branch.truncated", {"branch_id": entry.id, "position": position})
     return await show_branch(context.state, entry)

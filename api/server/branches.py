@@ -24,7 +24,7 @@ from ramet.api.server.branch_schemas import (
     TruncateRequest,
 )
 from ramet.api.server.branch_score import score as score_branch
-from ramet.api.server.branch_verbs import Context
+from ramet.api.server.branch_verbs import Context, context_of
 from ramet.api.server.branch_view import (
     BRANCH_PARTS,
     TREE_PARTS,
@@ -36,7 +36,7 @@ from ramet.api.server.branch_view import (
 from ramet.api.server.errors import invalid
 from ramet.api.server.json_body import StrictRoute
 from ramet.api.server.sse import EventStream, JsonResponse, unless_gone
-from ramet.api.server.state import request_id_of, state_of, tenant_of
+from ramet.api.server.state import state_of
 from ramet.engine.sampling_params import MAX_CHOICES
 
 router = APIRouter(route_class=StrictRoute)
@@ -45,10 +45,6 @@ T = TypeVar("T")
 Thing = TypeVar("Thing", branch_store.Entry, branch_store.Tree)
 _Limit = Annotated[int, Query(ge=1, le=_MAX_LISTED)]
 _Order = Annotated[Literal["asc", "desc"], Query()]
-
-
-def _context(request: Request) -> Context:
-    return Context(state_of(request), tenant_of(request), request_id_of(request))
 
 
 async def _run(
@@ -62,14 +58,14 @@ async def _run(
 @router.post("/v1/branches", status_code=201, response_model=None)
 async def create(body: CreateRequest, request: Request) -> Response:
     """A branch at the end of messages, a text, token ids, or a position of another branch."""
-    shown = await _run(_context(request), request, verbs.create, body)
+    shown = await _run(context_of(request), request, verbs.create, body)
     return JsonResponse(shown, 201)
 
 
 @router.post("/v1/branches/batch", response_model=None)
 async def batch(body: BatchRequest, request: Request) -> Response:
     """Up to 256 operations at once, each with its own result or error."""
-    return await run_batch(_context(request), body, request)
+    return await run_batch(context_of(request), body, request)
 
 
 @router.get("/v1/branches")
@@ -83,7 +79,7 @@ async def list_branches(
     order: _Order = "asc",
 ) -> dict[str, Any]:
     """Branches as OpenAI lists things; `after` is the last id of the page before."""
-    context = _context(request)
+    context = context_of(request)
     entries = [
         one
         for one in context.store.entries()
@@ -121,14 +117,14 @@ def _list(data: list[dict[str, Any]], has_more: bool) -> dict[str, Any]:
 
 @router.get("/v1/branches/{branch_id}")
 async def get(branch_id: str, request: Request, include: str | None = None) -> dict[str, Any]:
-    context = _context(request)
+    context = context_of(request)
     parts = parts_of(include, BRANCH_PARTS)
     return await show_branch(context.state, context.store.get(branch_id), parts)
 
 
 @router.patch("/v1/branches/{branch_id}")
 async def patch(branch_id: str, body: PatchRequest, request: Request) -> dict[str, Any]:
-    context = _context(request)
+    context = context_of(request)
     return await verbs.patch(context, context.store.get(branch_id), body)
 
 
@@ -136,31 +132,31 @@ async def patch(branch_id: str, body: PatchRequest, request: Request) -> dict[st
 async def delete(
     branch_id: str, request: Request, scope: Literal["branch", "subtree"] = "branch"
 ) -> dict[str, Any]:
-    context = _context(request)
+    context = context_of(request)
     return await verbs.delete(context, context.store.get(branch_id), scope)
 
 
 @router.post("/v1/branches/{branch_id}/fork", response_model=None)
 async def fork(branch_id: str, body: ForkRequest, request: Request) -> Response:
     """Children at the branch's head or at any earlier token; nothing is computed."""
-    context = _context(request)
+    context = context_of(request)
     return JsonResponse(await verbs.fork(context, context.store.get(branch_id), body), 201)
 
 
 @router.post("/v1/branches/{branch_id}/extend")
 async def extend(branch_id: str, body: ExtendRequest, request: Request) -> dict[str, Any]:
     """Append tokens, a text (a tool's result, say), or messages through the chat template."""
-    context = _context(request)
+    context = context_of(request)
     return await _run(context, request, verbs.extend, context.store.get(branch_id), body)
 
 
 @router.post("/v1/branches/{branch_id}/generate", response_model=None)
 async def generate(branch_id: str, body: GenerateRequest, request: Request) -> Response:
     """Continue the branch, or let `n` new children do so."""
-    context = _context(request)
+    context = context_of(request)
     entry = context.store.get(branch_id)
     if body.stream:
-        return await branch_generate.stream(context, entry, body, request)
+        return await branch_generate.stream(context, entry, body)
     work = branch_generate.generate(context, entry, body)
     if body.on_disconnect == "continue":
         work = context.state.detached(work)
@@ -170,28 +166,28 @@ async def generate(branch_id: str, body: GenerateRequest, request: Request) -> R
 @router.post("/v1/branches/{branch_id}/score")
 async def score(branch_id: str, body: ScoreRequest, request: Request) -> dict[str, Any]:
     """How likely several continuations are; the branch does not change."""
-    context = _context(request)
+    context = context_of(request)
     return await _run(context, request, score_branch, context.store.get(branch_id), body)
 
 
 @router.post("/v1/branches/{branch_id}/truncate")
 async def truncate(branch_id: str, body: TruncateRequest, request: Request) -> dict[str, Any]:
     """Move the branch's own head back; to keep it as well, fork at that position instead."""
-    context = _context(request)
+    context = context_of(request)
     return await _run(context, request, verbs.truncate, context.store.get(branch_id), body)
 
 
 @router.post("/v1/branches/{branch_id}/promote")
 async def promote(branch_id: str, body: PromoteRequest, request: Request) -> dict[str, Any]:
     """Keep this path and prune what else grew from the ancestor."""
-    context = _context(request)
+    context = context_of(request)
     return await verbs.promote(context, context.store.get(branch_id), body)
 
 
 @router.post("/v1/branches/{branch_id}/cancel")
 async def cancel(branch_id: str, request: Request) -> dict[str, Any]:
     """End what is generated now; tokens so far are kept."""
-    context = _context(request)
+    context = context_of(request)
     return await verbs.cancel(context, context.store.get(branch_id))
 
 
@@ -202,7 +198,7 @@ async def cancel(branch_id: str, request: Request) -> dict[str, Any]:
 async def list_trees(
     request: Request, after: str | None = None, limit: _Limit = 20, order: _Order = "asc"
 ) -> dict[str, Any]:
-    context = _context(request)
+    context = context_of(request)
     page, has_more = _page(list(context.store.trees.values()), after, limit, order)
     return _list([await show_tree(context.state, tree) for tree in page], has_more)
 
@@ -210,20 +206,20 @@ async def list_trees(
 @router.get("/v1/trees/{tree_id}")
 async def get_tree(tree_id: str, request: Request, include: str | None = None) -> dict[str, Any]:
     """What the tree holds; with include=nodes,blocks also how it is shared."""
-    context = _context(request)
+    context = context_of(request)
     return await show_tree(context.state, context.store.tree(tree_id), parts_of(include, TREE_PARTS))
 
 
 @router.delete("/v1/trees/{tree_id}")
 async def delete_tree(tree_id: str, request: Request) -> dict[str, Any]:
-    context = _context(request)
+    context = context_of(request)
     return await verbs.delete_tree(context, context.store.tree(tree_id))
 
 
 @router.get("/v1/trees/{tree_id}/events", response_model=None)
 async def events(tree_id: str, request: Request) -> Response:
     """Server-sent events of a tree; Last-Event-ID goes on where a reader was cut off."""
-    context = _context(request)
+    context = context_of(request)
     tree = context.store.tree(tree_id)
     last = request.headers.get("last-event-id", "")
     after = int(last) if last.isdecimal() and len(last) <= 18 else None

@@ -8,8 +8,10 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from ramet.api.server import chat_branches
 from ramet.api.server.answers import respond
-from ramet.api.server.chat_completions import ChatAnswer, chat_params, chat_prompt
+from ramet.api.server.branch_verbs import context_of
+from ramet.api.server.chat_completions import ChatAnswer, chat_params
 from ramet.api.server.completions import CompletionAnswer, completion_params
 from ramet.api.server.errors import not_found
 from ramet.api.server.json_body import StrictRoute
@@ -41,28 +43,35 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
             )
         )
         works.append(work)
+        if body.stream:
+            await work.started()  # an error is no stream yet
         return await respond(request, answer, work, held)
 
 
 @router.post("/v1/chat/completions", response_model=None)
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
-    """Continue a conversation."""
-    state, tenant = state_of(request), tenant_of(request)
+    """Continue a conversation; with store_branch its choices stay, as branches."""
+    context = context_of(request)
+    state, tenant = context.state, context.tenant
     model = state.check_model(body.model)
+    if body.store_branch:
+        return await chat_branches.keep(context, body, model, request)
     with ExitStack() as held:
         works = held.enter_context(tenant.running(request_id_of(request)))
         params = chat_params(body)
-        prompt = await chat_prompt(state, body)
+        prompt, namespace = await chat_branches.prompt_of(context, body)
         answer = ChatAnswer(state, body, model, [prompt], params.n)
         work = held.enter_context(
             state.engine.start(
                 [prompt],
                 params,
-                namespace=tenant.namespace(body.cache_salt),
+                namespace=namespace,
                 max_unread=_MAX_UNREAD if body.stream else None,
             )
         )
         works.append(work)
+        if body.stream:
+            await work.started()  # an error is no stream yet
         return await respond(request, answer, work, held)
 
 
@@ -72,8 +81,16 @@ async def render(body: ChatRequest, request: Request) -> dict[str, Any]:
     state = state_of(request)
     state.check_model(body.model)
     chat_params(body)
-    prompt = await chat_prompt(state, body)
+    prompt, _ = await chat_branches.prompt_of(context_of(request), body)
     return {"prompt": state.text.decode(prompt), "prompt_token_ids": prompt}
+
+
+@router.post("/v1/admin/reset_prefix_cache")
+async def reset_prefix_cache(request: Request) -> dict[str, Any]:
+    """Forget what was computed of this tenant's prompts; its idle branches compute their tokens again."""
+    engine = state_of(request).engine
+    freed = await engine.reset_prefix_cache(tenant_of(request).owns)
+    return {"object": "prefix_cache.reset", "freed_blocks": freed, "freed_bytes": freed * engine.block_nbytes}
 
 
 @router.post("/v1/requests/{request_id}/cancel")

@@ -177,6 +177,10 @@ class ChatRequest(GenerationRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    branch_id: str | None = Field(
+        None, max_length=64, description="Use this branch's tokens for its messages."
+    )
+    store_branch: bool | None = Field(None, description="Keep the choices as branches.")
 
     tools: Neutral = None
     tool_choice: Neutral = None

@@ -100,9 +100,10 @@ async def _unless_gone(receive: Receive, work: Awaitable[T]) -> T:
             raise ClientGone
         return task.result()
     finally:
-        task.cancel()
         gone.cancel()
-        await asyncio.wait((task, gone))
+        if not task.done():
+            task.cancel()
+            await asyncio.wait((task,))
 
 
 async def _disconnect(receive: Receive) -> None:

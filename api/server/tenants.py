@@ -28,8 +28,15 @@ class Tenant:
 
     def namespace(self, cache_salt: str | None) -> Hashable:
         """Where its prefixes are cached: prompts of different namespaces never find each other's."""
-        owner = self.name if self._settings.cache_scope == "tenant" else None
-        return "http", owner, cache_salt or ""
+        return "http", self._owner, cache_salt or ""
+
+    def owns(self, namespace: Hashable) -> bool:
+        """Whether its prefixes are cached there, under whatever salt."""
+        return isinstance(namespace, tuple) and namespace[:2] == ("http", self._owner)
+
+    @property
+    def _owner(self) -> str | None:
+        return self.name if self._settings.cache_scope == "tenant" else None
 
     @contextmanager
     def running(self, request_id: str) -> Iterator[list[Work[Any]]]:

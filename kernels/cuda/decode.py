@@ -62,7 +62,7 @@ class _Call:
         assert key.stride() == value.stride() and key.stride(-1) == 1, "K and V of a layer lie alike"
         attend_kernel[(pool.num_kv_heads, num_items)](
             q, q.stride(0), q.stride(1), key, value, key.stride(0), key.stride(1), key.stride(2),
-            items.tensor, workspace.block_ids.tensor, workspace.tokens.tensor, workspace.kv_lens.tensor,
+            items.tensor, workspace.step.block_ids, workspace.tokens.tensor, workspace.step.kv_lens,
             workspace.part_starts.tensor, workspace.part_out, workspace.part_lse,
             out, out.stride(0), out.stride(1), options.sinks,
             self.scale if options.softcap is not None else self.scale * LOG2_E,

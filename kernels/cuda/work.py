@@ -29,20 +29,17 @@ class DecodeWork:
 
     def __init__(self, plan: AttentionPlan, rows: IntArray, workspace: Workspace) -> None:
         assert len(rows) > 0, "there are rows to decode"
-        assert (plan.query_lens[rows] == 1).all(), "a decoding row has one query"
         self.plan, self.rows, self.workspace = plan, rows, workspace
-        tokens, kv_lens, tables = plan.query_starts[rows], plan.kv_lens[rows], plan.block_tables
+        tokens, kv_lens, tables = plan.query_starts[:-1], plan.kv_lens, plan.block_tables
         if len(rows) < plan.num_rows:
+            tokens, kv_lens = tokens[rows], kv_lens[rows]
             tables = [tables[row] for row in rows.tolist()]
         tree = plan.segments, rows.tobytes(), tokens.tobytes()
-        workspace.begin()
-        known = workspace.work_list
+        known, workspace.work_list = workspace.work_list, None  # an interrupt would leave parts of two
         if known is None or not known.suits(tree, kv_lens):
             known = WorkList(Shape(tree, *self._shared(), tokens, kv_lens), workspace)
+        workspace.step.send(known, tables, kv_lens)
         self.list = workspace.work_list = known
-        workspace.kv_lens.send(kv_lens)
-        workspace.block_ids.send(known, tables, kv_lens)
-        workspace.end()
 
     def _shared(self) -> tuple[IntArray, IntArray]:
         """The shared segments [X, 5] of the decoding rows, as in the plan, and where private ones start [R].

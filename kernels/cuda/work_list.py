@@ -80,8 +80,8 @@ class WorkList:
         """Whether the lists hold for a step: the same tree, its rows [R] grown a little at most."""
         if tree != self.shape.tree:
             return False
-        grown = kv_lens - self.shape.kv_lens
-        return bool((grown >= 0).all() and (grown <= self._spare_tokens).all())
+        grown = (kv_lens - self.shape.kv_lens).view(np.uint64)  # a row that went back grew by very much
+        return bool((grown <= self._spare_tokens).all())
 
     def _segments(self) -> Segments:
         _, shared, private_block0, _, kv_lens = self.shape
@@ -164,15 +164,17 @@ class WorkList:
         self.num_blocks[segments.num_shared :] += -(-SPARE_TOKENS // size)
         ends = np.cumsum(self.num_blocks)
         first_ids = ends - self.num_blocks
-        self._spare_tokens = np.zeros_like(kv_lens)  # [R]
+        self._spare_tokens = np.zeros(len(kv_lens), dtype=np.uint64)  # [R]
         self._spare_tokens[private] = SPARE_TOKENS
-        # Where block 0 of each row's table would lie. Rows without a private segment do not grow. Their last
-        # blocks have places behind all others, which nobody reads.
-        self.closed_rows = np.flatnonzero(self._spare_tokens == 0)
-        last = -(-kv_lens[self.closed_rows] // size) - 1
+        # Where block 0 of each row's table would lie beside the row's last block: in its private segment, or
+        # in the deepest shared one.
+        starts = first_ids - segments.start // size
         self.id_places = np.zeros_like(kv_lens)  # [R]
-        self.id_places[self.closed_rows] = int(ends[-1]) + np.arange(len(last)) - last
-        self.id_places[private] = (first_ids - segments.start // size)[segments.num_shared :]
+        if len(private) < len(kv_lens):
+            of_shared = (field[: segments.num_shared].tolist() for field in (*segments[:2], starts))
+            for row0, num_rows, start in zip(*of_shared, strict=True):
+                self.id_places[row0 : row0 + num_rows] = start
+        self.id_places[private] = starts[segments.num_shared :]
         return first_ids
 
     def _send_items(self, wide: IntArray, num_tiles: IntArray, chunks: Cut, places: IntArray) -> None:

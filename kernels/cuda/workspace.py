@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ramet.kernels.cuda.block_ids import BlockIds
+from ramet.kernels.cuda.step_upload import StepUpload
 from ramet.kernels.cuda.tile import Tiles
 from ramet.kernels.cuda.upload import Upload
 from ramet.kernels.kv_pool import KVPool
@@ -32,19 +32,17 @@ class Workspace:
         self.group = num_heads // pool.num_kv_heads
         device = pool.device
         self.num_sms, capability = ASSUMED_SMS, (9, 0)
-        self._sent: torch.cuda.Event | None = None
         if device.type == "cuda":
             properties = torch.cuda.get_device_properties(device)
             self.num_sms = properties.multi_processor_count
             capability = properties.major, properties.minor
-            self._sent = torch.cuda.Event()
         self.tiles = Tiles(self.group, pool.head_dim, pool.dtype, capability)
         # Programmatic dependent launch came with Hopper.
         self.can_overlap = device.type == "cuda" and capability >= (9, 0)
-        self.tokens, self.kv_lens, self.part_starts = (Upload(device, 1024) for _ in range(3))
+        self.tokens, self.part_starts = (Upload(device, 1024) for _ in range(2))
         self.narrow_items, self.wide_items = Upload(device, 1 << 14), Upload(device, 1 << 14)
         self.merges = Upload(device, 1 << 12)
-        self.block_ids = BlockIds(device)
+        self.step = StepUpload(device)
         self.work_list: WorkList | None = None  # of the last step
         self.part_out = torch.empty((1, pool.head_dim), dtype=torch.float32, device=device)  # [P*H, D]
         self.part_lse = torch.empty(1, dtype=torch.float32, device=device)  # [P*H]
@@ -56,13 +54,3 @@ class Workspace:
             numel = max(numel, 2 * len(self.part_lse))
             self.part_out = self.part_out.new_empty((numel, self.pool.head_dim))
             self.part_lse = self.part_lse.new_empty(numel)
-
-    def begin(self) -> None:
-        """Wait until the last step's lists have left the host's buffers."""
-        if self._sent is not None:
-            self._sent.synchronize()
-
-    def end(self) -> None:
-        """The lists of a step are on their way."""
-        if self._sent is not None:
-            self._sent.record()

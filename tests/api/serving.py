@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ramet import LLM, AsyncLLM
 from ramet.api.server.auth import Keys, load_keys
+from ramet.api.server.log import JsonLines, logger
 from ramet.api.server.run import Server, make_server
 from ramet.api.server.settings import Settings
 from ramet.testing import ScriptedModel, check_invariants
@@ -76,11 +78,25 @@ class Steps:
         return babble(past)
 
 
+class _Bugs(logging.Handler):
+    """What the log says of bugs."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.seen: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.seen.append(JsonLines().format(record))
+
+
 class Serving:
     """A server in a thread of its own, and a client for it."""
 
     def __init__(self, llm: LLM, settings: Settings, keys: Keys) -> None:
         self.llm = llm
+        self._handler = _Bugs()
+        self.bugs = self._handler.seen  # a test that causes one takes it out
+        logger.addHandler(self._handler)
         started = threading.Event()
 
         async def main() -> None:
@@ -121,6 +137,8 @@ class Serving:
         self.http.close()
         self._thread.join(30)
         assert not self._thread.is_alive(), "the server did not stop"
+        logger.removeHandler(self._handler)
+        assert not self.bugs, self.bugs
 
 
 Serve = Callable[..., Serving]

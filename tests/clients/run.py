@@ -3,7 +3,8 @@
     python tests/clients/run.py [NAME ...]
 
 The server is this environment's, with the embedded model in float32. A client is a script beside this file;
-its first line names the packages that it needs, and its exit status says whether it is content.
+its first line names the packages that it needs, as pip's arguments, and its exit status says whether it is
+content. One that needs `ramet` runs an adapter: it finds this environment's packages behind its own.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 from ramet.api.serve_process import serving
@@ -23,6 +25,9 @@ NAMES = (
     "inspect_eval",
     "lm_eval_scores",
     "treequest_search",
+    "treequest_adapter",
+    "llm_reasoners_search",
+    "trl_grpo",
     "schema_fuzz",
     "curl_cut",
 )
@@ -52,12 +57,17 @@ def main() -> int:
 def _python_for(script: Path) -> Path:
     """The interpreter of the environment that a script asks for; made once for each list of packages."""
     first = script.read_text().splitlines()[0]
-    packages = first.removeprefix("# needs:").split() if first.startswith("# needs:") else []
-    key = hashlib.sha256(" ".join(packages).encode()).hexdigest()[:12]
+    needs = first.removeprefix("# needs:").split() if first.startswith("# needs:") else []
+    key = hashlib.sha256(" ".join(needs).encode()).hexdigest()[:12]
     folder = ENVIRONMENTS / f"{script.stem}-{key}"
     python = folder / "bin" / "python"
     if not (folder / ".installed").exists():
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+        if "ramet" in needs:
+            (site_packages,) = folder.glob("lib/python*/site-packages")
+            lend = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
+            (site_packages / "ramet_environment.pth").write_text(lend)
+        packages = [need for need in needs if need != "ramet"]
         if packages:
             pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
             subprocess.run([*pip, *packages], check=True)

@@ -26,6 +26,30 @@ def test_a_whole_prompt_that_is_cached_needs_no_step(make_tiny: MakeLLM) -> None
     assert second.block_table == first.block_table == ([0, 1], 16)
 
 
+def test_after_a_change_of_weights_nothing_old_is_used() -> None:
+    module = tiny_llama()
+    llm = LLM(module, num_blocks=64)
+    root = llm.branch(PROMPT)
+    kid = root.expand(n=2, max_tokens=20, seed=1)[1]
+    before = root.score([[5, 6]], suffix=[7])[0]
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(1.1)
+    assert llm.reset_prefix_cache() > 0
+    pages = llm.stats().pages
+    assert (pages.num_in_use, pages.num_cached_idle) == (0, 0)
+    fresh = LLM(module, num_blocks=64)
+    again = root.score([[5, 6]], suffix=[7])[0]
+    assert again.token_logprobs == fresh.branch(PROMPT).score([[5, 6]], suffix=[7])[0].token_logprobs
+    assert again.token_logprobs != before.token_logprobs
+    told = llm.generate(PROMPT, max_tokens=1, prompt_logprobs=0)[0].prompt_logprobs
+    assert told == fresh.generate(PROMPT, max_tokens=1, prompt_logprobs=0)[0].prompt_logprobs
+    expected = fresh.branch(kid.token_ids).generate(max_tokens=9, temperature=0).token_ids
+    assert kid.generate(max_tokens=9, temperature=0).token_ids == expected
+    root.prune()
+    check_idle(llm)
+
+
 def test_fork_takes_no_block_and_diverges_by_one_copy_each(make_tiny: MakeLLM) -> None:
     llm = make_tiny()
     root = llm.branch(PROMPT)
@@ -49,6 +73,16 @@ def test_expand_computes_the_parents_tokens_once(make_tiny: MakeLLM) -> None:
     assert llm.stats().num_computed_tokens - before == 20
     assert len({kid.output.token_ids[0] for kid in kids if kid.output}) > 1, "each has its own stream"
     assert [kid.output.index for kid in kids if kid.output] == list(range(8))
+
+
+def test_a_branch_that_is_computed_later_is_computed_with_its_first_use(make_tiny: MakeLLM) -> None:
+    llm = make_tiny()
+    branch = llm.branch(PROMPT, compute=False)
+    assert llm.stats().num_steps == 0
+    (score,) = branch.score([[5]])
+    assert (llm.stats().num_steps, llm.stats().num_computed_tokens) == (1, len(PROMPT))
+    (known,) = make_tiny().branch(PROMPT).score([[5]])
+    assert score.logprob == pytest.approx(known.logprob, abs=1e-5)
 
 
 def test_children_with_their_own_settings(make_tiny: MakeLLM) -> None:

@@ -89,6 +89,28 @@ def test_a_gpu_that_is_not_there_is_refused() -> None:
         LLM(tiny_llama(), device="cuda:63", num_blocks=8)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_the_second_gpu(tiny_module: Any) -> None:
+    """All of it is there, copy-on-write as well, while torch's current device is the first."""
+
+    def run(llm: LLM) -> list[list[int]]:
+        kids = llm.branch(PROMPT).fork(3)
+        llm.step(kids, [SamplingParams(temperature=0.8, seed=s, max_tokens=20) for s in range(3)])
+        return [kid.token_ids for kid in kids]
+
+    llm = LLM(tiny_llama(), device="cuda:1", num_blocks=64)
+    assert run(llm) == run(LLM(tiny_module, device="cpu", num_blocks=64))
+    assert llm.stats().pages.num_copies > 0
+    assert runner_of(llm).pool.storage.device == torch.device("cuda:1")
+    assert torch.cuda.current_device() == 0
+
+
+def test_pools_that_do_not_fit_are_refused() -> None:
+    for num_blocks in (2**30, 2**60):
+        with pytest.raises(InvalidInput, match="num_blocks must fit into memory"):
+            LLM(tiny_llama(), device="cuda", num_blocks=num_blocks)
+
+
 def test_dropped_engines_give_their_memory_back() -> None:
     """More pools one after another than the memory holds at once."""
     total = torch.cuda.get_device_properties(0).total_memory

@@ -111,6 +111,14 @@ def test_arrays_are_taken_like_lists() -> None:
     assert [s[1:] for s in plan.segments] == [(0, 2, 0, 2)]
 
 
+def test_a_plan_keeps_arrays_of_its_own() -> None:
+    """A caller may count its lengths up in place; the last step's are compared with the next one's."""
+    lens = np.array([5, 9])
+    plan = Planner(4).plan([[0, 1], [2, 3, 4]], np.array([1, 1]), lens, [0, 0])
+    lens += 1
+    assert plan.kv_lens.tolist() == [5, 9]
+
+
 def test_a_tree_is_folded_once_while_it_stays() -> None:
     """Rows that grow leave it as it is; lengths that cut off what is shared do not."""
     planner, tables = Planner(2, 0), [[0, 1, 2], [0, 1, 3]]

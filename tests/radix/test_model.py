@@ -260,6 +260,22 @@ class Branches(RuleBasedStateMachine):
         assert self.cache.tree.evict(count) == min(count, evictable)
         assert self.cache.pool.num_free == free + min(count, evictable)
 
+    @rule(other=st.booleans())
+    def forget(self, other: bool) -> None:
+        namespace = "other" if other else "own"
+        roots = self.cache.tree.roots
+        before = {key: root.space.num_cached for key, root in roots.items()}
+        free, evictable = self.cache.pool.num_free, self.cache.num_evictable
+        freed = self.cache.forget(namespace)
+        assert evictable - self.cache.num_evictable >= freed == self.cache.pool.num_free - free
+        for key, root in roots.items():
+            nodes = [root]
+            for node in nodes:
+                nodes.extend(node.children.values())
+            idle = sum(len(node.blocks) for node in nodes if not node.live)
+            assert idle == 0 if key == namespace else root.space.num_cached == before[key]
+            assert key != namespace or all(node.live or node.logprobs is None for node in nodes)
+
     # -- what must hold after each of them -------------------------------------------------------
 
     @invariant()

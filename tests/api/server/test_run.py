@@ -84,6 +84,7 @@ def test_health_tells_the_truth_after_a_bug_in_the_engine(serve: Serve) -> None:
     assert error_of(response, 500)["code"] == "internal_error"
     server.wait_until(lambda: server.get("/health").status_code == 503)
     assert error_of(server.post(PATH, {"prompt": "a"}), 503)
+    assert "ZeroDivisionError" in server.bugs.pop()
     stop()
 
 

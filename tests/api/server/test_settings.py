@@ -54,21 +54,18 @@ def test_flags_outweigh_the_environment_which_outweighs_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "ramet.toml"
-    file.write_text('port = 1\nblock_size = 8\nseed = 5\nserved-model-name = ["x", "y"]\n')
+    file.write_text('port = 1\nblock_size = 8\nseed = 5\ndevice = "cpu"\nserved-model-name = ["x", "y"]\n')
     seen: list[Any] = []
     monkeypatch.setattr(run, "run", lambda *arguments: seen.extend(arguments))
     environment = {"RAMET_PORT": "2", "RAMET_BLOCK_SIZE": "4", "RAMET_API_KEY": "sk-first-0001 sk-other-0002"}
     arguments = ["serve", "some/model", "--port", "3", "--config", str(file), "--host", "0.0.0.0"]
+    arguments += ["--dtype", "float16"]
     done = CliRunner().invoke(cli.app, arguments, env=environment)
     assert done.exit_code == 0, done.output
     model, engine, settings, keys, level = seen
-    assert (model, settings.port, engine["block_size"], engine["seed"], level) == (
-        "some/model",
-        3,
-        4,
-        5,
-        "info",
-    )
+    assert (model, settings.port, level) == ("some/model", 3, "info")
+    assert (engine["block_size"], engine["seed"]) == (4, 5)
+    assert (engine["device"], engine["dtype"]) == ("cpu", "float16")
     assert (settings.model_names, settings.host, settings.has_keys) == (("x", "y"), "0.0.0.0", True)
     assert keys.tenant_of(b"Bearer sk-other-0002")
 

@@ -12,6 +12,7 @@ import torch
 from ramet import LLM, SamplingParams
 from ramet.engine.model_runner import ModelRunner
 from ramet.kernels import attention
+from ramet.kernels.cuda.workspace import Workspace
 from ramet.kernels.kv_pool import KVPool
 from ramet.kernels.options import AttentionOptions
 from ramet.kernels.reference import paged_attention
@@ -63,14 +64,12 @@ def test_a_row_that_was_extended_in_between_is_read_anew(device: str) -> None:
         if num_queries > 1:
             table[1:] = [4, 5, 6]
         plan = attention.planner(pool).plan([table], [num_queries], [kv_len], [0])
-        attention.attend(
-            attention.prepare(pool, plan, [-1] * num_queries),
-            0,
-            torch.zeros(num_queries, 2, 16, device=device),
-            *torch.zeros(2, num_queries, 1, 16, device=device),
-            0.25,
-        )
-    assert pool.workspaces[2].block_ids.tensor[:4].tolist() == table
+        prepared = attention.prepare(pool, plan, [-1] * num_queries)
+        q, kv = (torch.zeros(num_queries, heads, 16, device=device) for heads in (2, 1))
+        attention.attend(prepared, 0, q, kv, kv, 0.25)
+    workspace = pool.workspaces[2]
+    assert isinstance(workspace, Workspace)
+    assert workspace.step.block_ids[:4].tolist() == table
 
 
 def test_an_engine_runs_on_it(tiny_module: Any, device: str) -> None:

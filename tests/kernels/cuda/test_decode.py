@@ -202,7 +202,7 @@ def test_rows_grow_without_a_new_work_list(no_rows: Any, step_of: Callable[..., 
     grown.kv_lens = [n - 4 for n in lens]
     step.work = DecodeWork(grown.plan(), step.decoding, step.workspace)
     assert not torch.equal(step.run(), expected)
-    step.workspace.kv_lens.tensor[:3] += 4
+    step.workspace.step.kv_lens[:3] += 4
     assert torch.equal(step.run(), expected)
 
 

@@ -52,7 +52,7 @@ def test_each_key_is_read_once(seed: int, rows_of: Callable[..., Any], device: s
     if not len(decoding(plan)):
         return
     work = work_of(rows, device)
-    block_ids = work.workspace.block_ids.tensor.tolist()
+    block_ids = work.workspace.step.block_ids.tolist()
     read = [[0] * int(plan.kv_lens[row]) for row in work.rows]
     parts: list[list[int]] = [[] for _ in work.rows]
     for row0, num_rows, first_id, start, num_tokens, part, is_whole, _ in items_of(work):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from ramet.kernels.cuda import work as work_module
+from ramet.kernels.cuda.upload import Upload
 from ramet.kernels.cuda.work import DecodeWork
 from ramet.kernels.cuda.workspace import Workspace
 from ramet.kernels.kv_pool import KVPool
@@ -32,7 +33,7 @@ class Decoding:
 
     def ids(self) -> list[list[int]]:
         """What the device has of the trunk, and of each row."""
-        work_list, on_device = self.step().list, self.workspace.block_ids.tensor.tolist()
+        work_list, on_device = self.step().list, self.workspace.step.block_ids.tolist()
         own = [range(2, -(-n // SIZE)) for n in self.kv_lens]
         places = work_list.id_places.tolist()
         rows = [[on_device[place + i] for i in blocks] for place, blocks in zip(places, own, strict=True)]
@@ -40,13 +41,17 @@ class Decoding:
 
     def tamper(self) -> None:
         """Whatever is not sent again remains seen."""
-        self.workspace.block_ids.tensor.fill_(TAMPERED)
+        self.workspace.step.block_ids.fill_(TAMPERED)
+
+
+@pytest.fixture(autouse=True)
+def _always_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work_module, "GATE_BYTES", 0)
+    monkeypatch.setattr(work_module, "GATE_BYTES_FEW_ROWS", 0)
 
 
 @pytest.fixture
-def decoding(device: str, monkeypatch: pytest.MonkeyPatch) -> Decoding:
-    monkeypatch.setattr(work_module, "GATE_BYTES", 0)
-    monkeypatch.setattr(work_module, "GATE_BYTES_FEW_ROWS", 0)
+def decoding(device: str) -> Decoding:
     rows = Decoding(device)
     assert rows.ids() == [[8, 9], [10], [11], []]
     return rows
@@ -58,11 +63,10 @@ def test_nothing_is_sent_while_no_block_is_new(decoding: Decoding) -> None:
     assert decoding.ids() == [[TAMPERED] * 2, [TAMPERED], [TAMPERED], []]
 
 
-def test_a_new_block_is_sent_alone(decoding: Decoding) -> None:
+def test_a_new_block_is_sent(decoding: Decoding) -> None:
     decoding.kv_lens[0] += 2
     decoding.tables[0].append(12)
-    decoding.tamper()
-    assert decoding.ids() == [[TAMPERED] * 2, [TAMPERED, 12], [TAMPERED], []]
+    assert decoding.ids() == [[8, 9], [10, 12], [11], []]
 
 
 def test_the_last_block_may_be_another(decoding: Decoding) -> None:
@@ -72,6 +76,16 @@ def test_the_last_block_may_be_another(decoding: Decoding) -> None:
     decoding.kv_lens[0] += 2
     decoding.tables[0][-1:] = [14, 15]
     assert decoding.ids() == [[8, 9], [14, 15], [13], []]
+
+
+def test_the_last_block_of_what_is_shared_may_be_another(device: str) -> None:
+    """No row owns a token, and all of them go on with the copy that another branch had made before."""
+    rows = Decoding(device)
+    rows.tables, rows.kv_lens = [[8, 9], [8, 9], [8, 9]], [8, 8, 8]
+    assert rows.ids()[0] == [8, 9]
+    for table in rows.tables:
+        table[-1] = 13
+    assert rows.ids()[0] == [8, 13]
 
 
 def test_a_row_may_go_back(decoding: Decoding) -> None:
@@ -96,6 +110,30 @@ def test_all_are_sent_again(why: str, decoding: Decoding) -> None:
         decoding.kv_lens[0] -= 1
         decoding.tables[1][2:] = []
     else:
-        decoding.workspace.block_ids.forget()
+        decoding.workspace.step.forget()
     decoding.tamper()
     assert decoding.ids() == [[8, 9], own, [] if why == "another tree" else [11], []]
+
+
+@pytest.mark.parametrize("is_new_tree", [False, True])
+def test_an_interrupt_in_mid_step(
+    decoding: Decoding, monkeypatch: pytest.MonkeyPatch, is_new_tree: bool
+) -> None:
+    """Nothing is known of the device when only a part was sent: the next step makes and sends all anew."""
+    before = decoding.step().list
+
+    def interrupt(upload: Upload, values: object) -> int:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Upload, "send", interrupt)
+        if is_new_tree:
+            decoding.kv_lens[0] = 8
+        else:
+            decoding.tables[1][-1] = 13
+        with pytest.raises(KeyboardInterrupt):
+            decoding.step()
+    decoding.kv_lens[0] = 11
+    decoding.tamper()
+    assert decoding.ids() == [[8, 9], [10], [11 if is_new_tree else 13], []]
+    assert decoding.step().list is not before
