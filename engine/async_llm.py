@@ -31,6 +31,7 @@ from ramet.engine.sampling_params import SamplingParams
 from ramet.engine.scoring import Normalize
 from ramet.engine.sequence import Hold
 from ramet.engine.tokenizer import Tokenizer
+from ramet.kernels import openmp
 
 # What the thread is to do between two steps, and who is told if it never will.
 Command: TypeAlias = tuple[Callable[[], None], tuple["Future[Any]", ...]]
@@ -49,6 +50,7 @@ class AsyncLLM:
         self._commands: SimpleQueue[Command | None] = SimpleQueue()
         self._tasks: list[Task] = []
         self._closed = False
+        openmp.dismiss_team()  # of the thread that loaded the model: another one computes from here on
         self._thread = threading.Thread(target=self._serve, name="ramet-engine", daemon=True)
         self._thread.start()
 
