@@ -290,7 +290,8 @@ def test_what_is_cancelled_before_the_first_token_has_no_children(serve: Serve, 
     threads = [ask("generate", {"into": "children", "n": 2, "stream": stream})]
     server.wait_until(lambda: bool(llm.engine.scheduler.running))
     threads.append(ask("cancel"))
-    server.wait_until(lambda: server.server.state.engine._commands.qsize() > 0)
+    # A stream's first read is in the queue as well.
+    server.wait_until(lambda: server.server.state.engine._commands.qsize() > stream)
     goes_on.set()
     for thread in threads:
         thread.join(10)
