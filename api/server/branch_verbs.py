@@ -285,8 +285,10 @@ def _freed(context: Context, num_branches: int, num_blocks: int) -> dict[str, An
 
 async def patch(context: Context, entry: Entry, body: PatchRequest) -> dict[str, Any]:
     """Say something else of a branch; what is not given stays as it is."""
-    entry.mark(body.checkpoint)
+    entry.check(body)
+    entry.check_mark(body.checkpoint)
     await leases.set_lease(context.state, entry, body)
+    entry.mark(body.checkpoint)
     entry.set(body)
     entry.tree.events.add("branch.updated", {"branch_id": entry.id, "annotations": entry.annotations})
     return await show_branch(context.state, entry)

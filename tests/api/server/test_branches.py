@@ -287,10 +287,11 @@ def test_what_is_cancelled_before_the_first_token_has_no_children(serve: Serve, 
         thread.start()
         return thread
 
-    threads = [ask("generate", {"into": "children", "n": 2, "stream": stream})]
+    threads = [ask("generate", {"into": "children", "n": 2, "max_tokens": 4, "stream": stream})]
     server.wait_until(lambda: bool(llm.engine.scheduler.running))
     threads.append(ask("cancel"))
-    server.wait_until(lambda: server.server.state.engine._commands.qsize() > 0)
+    # A stream's first read is in the queue as well.
+    server.wait_until(lambda: server.server.state.engine._commands.qsize() > stream)
     goes_on.set()
     for thread in threads:
         thread.join(10)
@@ -412,8 +413,12 @@ def test_patch(api: Api) -> None:
         ({"lease": {"ttl": 0}}, "lease.ttl"),
         ({"pin": "iron"}, "pin"),
         ({"position": 1}, "position"),
+        ({"annotations": {"Q": "x" * 513}}, "annotations.Q"),
+        ({"annotations": {str(i): 1 for i in range(31)}, "checkpoint": "late", "pin": "soft"}, "annotations"),
+        ({"annotations": {"Q": 10**400}}, "annotations.Q"),
     ):
-        assert error_of(api.call("PATCH", path, body), 400)["param"] == param
+        assert error_of(api.call("PATCH", path, body), 400)["param"].startswith(param)
+    assert api.get(root, "") == {**shown, "usage": api.get(root, "")["usage"]}, "nothing of it was done"
 
 
 def test_messages_are_exact_deltas(api: Api) -> None:
@@ -598,6 +603,7 @@ def test_lists_have_pages(api: Api) -> None:
     newest = ok(api.call("GET", "/v1/branches?order=desc&limit=1"))
     assert newest["first_id"] == kids[-1]
     assert ok(api.call("GET", "/v1/branches?state=generating"))["data"] == []
+    assert len(ok(api.call("GET", "/v1/branches?state=idle"))["data"]) == 6
     for query in ("limit=0", "limit=101", "limit=a", "order=up", "state=x", "after=br_x"):
         assert error_of(api.call("GET", f"/v1/branches?{query}"), 400)["param"] == query.split("=")[0]
     assert error_of(api.call("GET", f"/v1/branches/{root}?include=all"), 400)["param"] == "include"
