@@ -149,7 +149,7 @@ class AsyncBranch:
 
     @property
     def position(self) -> int:
-        """How many tokens there are, as the server said it last."""
+        """How many tokens there were when the server last said it."""
         return int(self.info["position"])
 
     async def token_ids(self) -> list[int]:
@@ -200,7 +200,7 @@ class AsyncBranch:
         settings = {**settings, "n": n, "params": params, "into": "children"}
         children = []
         for choice in await self.client._send(calls.generate(self.id, settings)):
-            child = await self.client.get(choice.branch_id)
+            child = AsyncBranch(self.client, calls.child_info(self.info, choice))
             child.output = choice
             children.append(child)
         return children

@@ -154,6 +154,11 @@ class Branch:
         return str(self.info["tree_id"])
 
     @property
+    def position(self) -> int:
+        """How many tokens there were when the server last said it; `len` asks."""
+        return int(self.info["position"])
+
+    @property
     def token_ids(self) -> list[int]:
         """All tokens, asked of the server."""
         return list(self.refresh("token_ids")["token_ids"])
@@ -211,7 +216,7 @@ class Branch:
         settings = {**settings, "n": n, "params": params, "into": "children"}
         children = []
         for choice in self.client._send(calls.generate(self.id, settings)):
-            child = self.client.get(choice.branch_id)
+            child = Branch(self.client, calls.child_info(self.info, choice))
             child.output = choice
             children.append(child)
         return children

@@ -199,6 +199,12 @@ def choice(one: Mapping[str, Any]) -> Choice:
     )
 
 
+def child_info(parent: Mapping[str, Any], choice: Choice) -> dict[str, Any]:
+    """What is known of a new child without asking for it."""
+    about = {"id": choice.branch_id, "tree_id": parent["tree_id"], "parent_id": parent["id"]}
+    return {**about, "position": choice.end_position}
+
+
 class EventReader:
     """Server-sent events, line by line."""
 
