@@ -168,6 +168,11 @@ class Branch:
         """All text, control tokens included, asked of the server."""
         return str(self.refresh("text")["text"])
 
+    @property
+    def position(self) -> int:
+        """How many tokens there are, as the server said it last."""
+        return int(self.info["position"])
+
     def __len__(self) -> int:
         return int(self.refresh()["position"])
 

@@ -452,7 +452,7 @@ class AsyncBranch:
         return self.llm._start(operation, None, self.llm._wrap, prune_all)
 
     async def score(self, candidates: Seq[Prompt], *, suffix: Prompt | None = None) -> list[Score]:
-        return await self.llm._run(lambda: self._branch._scoring(candidates, suffix))
+        return await self.llm._run(lambda: self._branch._scoring(candidates, suffix, aside=True))
 
     async def truncate(self, position: int) -> None:
         await self.llm._call(lambda: self._branch.truncate(position))

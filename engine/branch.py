@@ -297,8 +297,10 @@ class Branch:
         self._check_unused()
         return self.llm._drive(self._scoring(candidates, suffix))
 
-    def _scoring(self, candidates: Seq[Prompt], suffix: Prompt | None = None) -> Operation[list[Score]]:
-        """Of a branch that runs, what is there so far is scored."""
+    def _scoring(
+        self, candidates: Seq[Prompt], suffix: Prompt | None = None, *, aside: bool = False
+    ) -> Operation[list[Score]]:
+        """Of a branch that runs, what is there so far is scored. With `aside` it may be used meanwhile."""
         self._check_live()
         listed = checked_list("candidates", candidates, "texts or token ids")
         many = [self.llm.encode(c, "candidates", add_special_tokens=False) for c in listed]
@@ -309,14 +311,14 @@ class Branch:
             engine.check_length(len(self) + len(suffix or ()) + len(token_ids) - 1)
         if not many:
             return []
-        if not suffix and self._sequence.run is None:
+        if not (suffix or aside) and self._sequence.run is None:
             return (yield from self._scoring_on(self._sequence, many))
-        aside = engine.fork(self._sequence, keep=True)
-        aside.token_ids += suffix or ()
+        fork = engine.fork(self._sequence, keep=True)
+        fork.token_ids += suffix or ()
         try:
-            return (yield from self._scoring_on(aside, many))
+            return (yield from self._scoring_on(fork, many))
         finally:
-            engine.release(aside, prune=True)
+            engine.release(fork, prune=True)
 
     def _scoring_on(self, sequence: Sequence, candidates: list[list[int]]) -> Operation[list[Score]]:
         engine = self.llm.engine
