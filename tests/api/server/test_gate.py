@@ -100,3 +100,13 @@ def test_what_is_no_http_does_no_harm(shared: Serving) -> None:
         with socket.create_connection(("127.0.0.1", int(shared.url.rsplit(":", 1)[1]))) as raw:
             raw.sendall(garbage)
     assert shared.get("/health").status_code == 200
+
+
+def test_a_client_that_goes_before_its_body_is_whole_is_no_bug(serve: Serve) -> None:
+    server = serve()
+    head = b"POST /v1/branches HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+    for more in (b"", b"idempotency-key: k\r\n"):
+        with socket.create_connection(("127.0.0.1", server.server.port)) as raw:
+            raw.sendall(head + more + b"content-length: 99\r\n\r\n{")
+            server.wait_until(lambda: server.get("/health").status_code == 200)
+    assert server.get("/v1/branches").json()["data"] == []  # and the server's log has no bug: see Serving
