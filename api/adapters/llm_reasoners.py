@@ -53,7 +53,7 @@ class RametModel:
         eos_token_id: str | int | Seq[str | int] | None = None,
         hide_input: bool = True,
         output_log_probs: bool = False,
-        stopping_criteria: None = None,
+        stopping_criteria: object = None,
         **settings: Any,
     ) -> GenerateOutput:
         """`num_return_sequences` texts for each prompt; one that is given several times is computed once.

@@ -19,6 +19,7 @@ from ramet.api.server.branch_schemas import (
     ForkRequest,
     PatchRequest,
     PromoteRequest,
+    PromptBeamRequest,
     Settable,
     TruncateRequest,
 )
@@ -66,7 +67,7 @@ async def create(context: Context, body: CreateRequest) -> dict[str, Any]:
         return await show_branch(state, child)
     tree = None if body.tree_id is None else store.tree(body.tree_id)
     store.check_room(tree, 1)
-    token_ids, messages = await _tokens_of(state, body)
+    token_ids, messages = await tokens_of(state, body)
     if tree is None:
         tree = new_tree(state)
     tree.check_tokens(len(token_ids))
@@ -81,7 +82,10 @@ async def create(context: Context, body: CreateRequest) -> dict[str, Any]:
     return await show_branch(state, entry)
 
 
-async def _tokens_of(state: State, body: CreateRequest) -> tuple[list[int], list[dict[str, Any]] | None]:
+async def tokens_of(
+    state: State, body: CreateRequest | PromptBeamRequest
+) -> tuple[list[int], list[dict[str, Any]] | None]:
+    """The tokens of a prompt, and its messages if it is made of some."""
     if body.messages is not None:
         messages = normalised(body.messages)
         generates = body.add_generation_prompt is not False

@@ -8,18 +8,20 @@ from typing import Annotated, Any, Literal, TypeVar
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
-from ramet.api.server import branch_generate, branch_store, branch_verbs as verbs
+from ramet.api.server import branch_beams, branch_generate, branch_store, branch_verbs as verbs
 from ramet.api.server.batch import run_batch
 from ramet.api.server.branch_schemas import (
     MAX_BATCH,
     MAX_CANDIDATES,
     BatchRequest,
+    BeamRequest,
     CreateRequest,
     ExtendRequest,
     ForkRequest,
     GenerateRequest,
     PatchRequest,
     PromoteRequest,
+    PromptBeamRequest,
     ScoreRequest,
     TruncateRequest,
 )
@@ -37,6 +39,7 @@ from ramet.api.server.errors import invalid
 from ramet.api.server.json_body import StrictRoute
 from ramet.api.server.sse import EventStream, JsonResponse, unless_gone
 from ramet.api.server.state import state_of
+from ramet.engine.beam_params import MAX_BEAMS
 from ramet.engine.sampling_params import MAX_CHOICES
 
 router = APIRouter(route_class=StrictRoute)
@@ -163,6 +166,25 @@ async def generate(branch_id: str, body: GenerateRequest, request: Request) -> R
     return JsonResponse(await unless_gone(request, work))
 
 
+@router.post("/v1/branches/{branch_id}/beam_search", response_model=None)
+async def beam_search(branch_id: str, body: BeamRequest, request: Request) -> Response:
+    """The best continuations of the branch, as new children."""
+    context = context_of(request)
+    entry = context.store.get(branch_id)
+    if body.stream:
+        return await branch_beams.stream_branch(context, entry, body)
+    return JsonResponse(await unless_gone(request, branch_beams.search_branch(context, entry, body)))
+
+
+@router.post("/v1/beam_search", response_model=None)
+async def prompt_beam_search(body: PromptBeamRequest, request: Request) -> Response:
+    """The best continuations of messages, a text, or token ids."""
+    context = context_of(request)
+    if body.stream:
+        return await branch_beams.stream_prompt(context, body)
+    return JsonResponse(await unless_gone(request, branch_beams.search_prompt(context, body)))
+
+
 @router.post("/v1/branches/{branch_id}/score")
 async def score(branch_id: str, body: ScoreRequest, request: Request) -> dict[str, Any]:
     """How likely several continuations are; the branch does not change."""
@@ -252,6 +274,7 @@ async def limits(request: Request) -> dict[str, Any]:
         "max_queued_operations": branch_store.MAX_QUEUED,
         "max_checkpoints": branch_store.MAX_CHECKPOINTS,
         "max_n": MAX_CHOICES,
+        "max_beams": MAX_BEAMS,
         "max_score_candidates": MAX_CANDIDATES,
         "max_batch": MAX_BATCH,
         "max_list": _MAX_LISTED,

@@ -15,8 +15,6 @@ from inspect_ai.solver import Generate, Solver, TaskState, generate, solver
 from inspect_ai.tool import ToolInfo
 from inspect_ai.util import JSONSchema
 
-import ramet.api.adapters.inspect_ai  # noqa: F401 - an entry point does this where ramet is installed
-
 
 @solver  # type: ignore[untyped-decorator, unused-ignore]
 def ask_twice() -> Solver:
@@ -53,6 +51,7 @@ async def refused(model: Model, field: str, **arguments: Any) -> None:
     assert field in said, said
 
 
+# An entry point of ramet's installation tells inspect-ai whose models these are.
 model = get_model("ramet/smollm2", dtype="float32", num_blocks=512)
 settings = {"max_tokens": 16, "seed": 1, "temperature": 0.5}
 for sample in run(model, generate(), num_choices=2, logprobs=True, top_logprobs=2, **settings):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ramet import LLM, InvalidInput, StepFailed
-from ramet.engine.async_llm import AsyncLLM, Closed
+from ramet.engine.async_llm import AsyncBranch, AsyncLLM, Closed
 from ramet.testing import ScriptedModel, check_idle, check_invariants, fail_forward
 
 PROMPT = random.Random(3).choices(range(512), k=40)
@@ -279,11 +279,11 @@ def test_who_is_born_is_known_before_what_became_of_them() -> None:
         async with await engine.branch(PROMPT) as root:
             for wait in (False, True):
                 loop, seen = asyncio.get_running_loop(), list[Any]()
-
-                def born(kids: list[Any]) -> None:
-                    loop.call_soon_threadsafe(seen.extend, kids)  # noqa: B023
-
                 settings: dict[str, Any] = {"n": 2, "max_tokens": 1, "max_unread": 4}
+
+                def born(kids: list[AsyncBranch], loop: Any = loop, seen: list[Any] = seen) -> None:
+                    loop.call_soon_threadsafe(seen.extend, kids)
+
                 with root.start_expand(born=born, **settings) as growing:
                     if wait:
                         time.sleep(0.2)  # the loop is busy until all is done

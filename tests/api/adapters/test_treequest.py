@@ -108,11 +108,11 @@ def test_what_fails_leaves_no_branch_and_the_search_can_go_on(make_tiny: MakeLLM
             raise RuntimeError("no value")
         return 1.0
 
-    async def use(_: AsyncLLM, root: AsyncBranch) -> None:
+    async def use(engine: AsyncLLM, root: AsyncBranch) -> None:
         search = BranchSearch(Chain(), root, third_fails, ACTIONS)
-        with pytest.raises(BaseExceptionGroup) as caught:
+        with pytest.raises(RuntimeError, match=r"^no value$"):
             await search.run(4, batch_size=4)
-        assert caught.group_contains(RuntimeError, match="no value")
+        await engine.stats()
         assert len(root._branch.children) == len(search.state) < 4
         told = len(search.state)
         await search.run(1)
@@ -123,14 +123,14 @@ def test_what_fails_leaves_no_branch_and_the_search_can_go_on(make_tiny: MakeLLM
 
 @pytest.mark.parametrize("num_waits", range(8))
 def test_what_is_cancelled_leaves_no_branch(make_tiny: MakeLLM, num_waits: int) -> None:
-    async def use(_: AsyncLLM, root: AsyncBranch) -> None:
+    async def use(engine: AsyncLLM, root: AsyncBranch) -> None:
         search = BranchSearch(Chain(), root, one, {"go on": {"max_tokens": 200}})
         task = asyncio.create_task(search.run(3, batch_size=3))
-        for _ in range(num_waits):
-            await asyncio.sleep(0.003)
+        await asyncio.sleep(0.003 * num_waits)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+        await engine.stats()  # after what the thread still had to take back
         assert not search.state and not root._branch.children
 
     run(make_tiny, use)

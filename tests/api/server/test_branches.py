@@ -702,6 +702,7 @@ def test_other_tenants_branches_are_unknown_and_never_looked_up(
         "fork": {},
         "extend": {"text": "a"},
         "generate": {},
+        "beam_search": {},
         "score": {"candidates": [{"text": "a"}]},
         "truncate": {"position": 1},
         "promote": {},
