@@ -9,7 +9,7 @@ import pytest
 from ramet.api import bench_search
 from ramet.api.bench_search import WAYS, WORKLOADS, Cost, beam_bound, num_fed, report_of
 from ramet.api.cpu_ramet import Ramet
-from ramet.api.workloads import BEAM, Request, Workload, build
+from ramet.api.workloads import BEAM, Request, Workload, build, resolve
 from tests.conftest import MakeLLM
 
 
@@ -40,9 +40,10 @@ def test_without_a_cache_every_prompt_is_computed(make_tiny: MakeLLM) -> None:
 def test_flat_beams_are_beams(make_tiny: MakeLLM) -> None:
     (call,) = small("W9")
     assert call.mode == BEAM
-    prompt = list(range(call.prompt_length))
-    flat = bench_search.flat_beams(make_tiny(), Request(call, prompt), True)
-    assert flat == Ramet(make_tiny())._beams(prompt, call)
+    prompt = resolve(call, {}).prompt
+    outputs: dict[int, Any] = {}
+    Ramet(make_tiny())._search_beams([call], outputs)
+    assert bench_search.flat_beams(make_tiny(), Request(call, prompt), True) == outputs[call.uid]
 
 
 def test_beams_hold_no_more_than_they_must(make_tiny: MakeLLM) -> None:
