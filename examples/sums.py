@@ -7,23 +7,28 @@ import re
 from typing import NamedTuple
 
 PROMPT = """\
-Q: 23 + 45 + 12
-23 + 45 = 68
-68 + 12 = 80
-A: 80
+Q: 23 + 5 + 4
+23 + 5 = 28
+28 + 4 = 32
+A: 32
 
-Q: 17 + 34 + 25
-17 + 34 = 51
-51 + 25 = 76
-A: 76
+Q: 17 + 6 + 8
+17 + 6 = 23
+23 + 8 = 31
+A: 31
 
-Q: 41 + 19 + 36
-41 + 19 = 60
-60 + 36 = 96
-A: 96
+Q: 58 + 3 + 7
+58 + 3 = 61
+61 + 7 = 68
+A: 68
+
+Q: 41 + 9 + 6
+41 + 9 = 50
+50 + 6 = 56
+A: 56
 
 Q: """
-SAMPLING = {"max_tokens": 48, "temperature": 0.8, "stop": ["\n\n"]}
+SAMPLING = {"max_tokens": 32, "temperature": 0.7, "stop": ["\n\n"]}
 
 
 class Problem(NamedTuple):
@@ -36,7 +41,7 @@ class Problem(NamedTuple):
 
 def deal(seed: int) -> Problem:
     stream = random.Random(f"sum {seed}")
-    return Problem((stream.randint(11, 49), stream.randint(11, 49), stream.randint(11, 49)))
+    return Problem((stream.randint(11, 69), stream.randint(2, 9), stream.randint(2, 9)))
 
 
 def answer(text: str) -> int | None:

@@ -50,11 +50,11 @@ def deal(num_problems: int, tool_seconds: float) -> list[Problem]:
     return problems
 
 
-async def answer(root: AsyncBranch, problem: Problem) -> Outcome:
+async def answer(root: AsyncBranch, problem: Problem, limit: float) -> Outcome:
     """Fork, write the call, wait for the tool, append what it says, and let the model tell it."""
     async with (await root.fork())[0] as branch:
         await branch.extend(f">>> {problem.expression}\n")
-        said = await python(problem.code, seconds=3.0)
+        said = await python(problem.code, seconds=limit)
         await branch.extend(f"{said}\nThe program")
         told = await branch.generate(max_tokens=12, temperature=0.0, stop=[".", "\n"])
         right = said.startswith("error") if problem.answer is None else problem.answer in told.text
@@ -69,7 +69,7 @@ async def run(num_problems: int, tool_seconds: float, console: Console, llm: Asy
 
         async def one(root: AsyncBranch, problem: Problem, gate: asyncio.Semaphore = gate) -> Outcome:
             async with gate:
-                return await answer(root, problem)
+                return await answer(root, problem, 2.0 + tool_seconds)
 
         before, start = await llm.stats(), time.perf_counter()
         async with await llm.branch(PROMPT) as root:
