@@ -66,11 +66,15 @@ class BranchSearch(Generic[B]):
 
     async def branch(self, thought: Thought) -> B:
         """The branch of a node, made again from its tokens if this search never had it."""
-        if thought.token_ids not in self._branches:
-            (branch,) = await self.root.fork()
+        if thought.token_ids in self._branches:
+            return self._branches[thought.token_ids]
+        (branch,) = await self.root.fork()
+        try:
             await branch.extend(list(thought.token_ids))
-            self._branches[thought.token_ids] = branch
-        return self._branches[thought.token_ids]
+        except BaseException:
+            await to_the_end(branch.prune())
+            raise
+        return await self._keep(thought, branch)
 
     async def _try(self, trial: Any) -> None:
         above: Thought = trial.parent_state or Thought((), "")
@@ -83,5 +87,12 @@ class BranchSearch(Generic[B]):
             await to_the_end(child.prune())
             raise
         thought = Thought((*above.token_ids, *choice.token_ids), choice.text)
-        self._branches[thought.token_ids] = child
+        await self._keep(thought, child)
         self.state = self.algorithm.tell(self.state, trial.trial_id, (thought, score))
+
+    async def _keep(self, thought: Thought, branch: B) -> B:
+        """Nodes that say the same share the first's branch."""
+        kept = self._branches.setdefault(thought.token_ids, branch)
+        if kept is not branch:
+            await to_the_end(branch.prune())
+        return kept

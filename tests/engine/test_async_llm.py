@@ -279,6 +279,10 @@ def test_who_is_born_is_known_before_what_became_of_them() -> None:
         async with await engine.branch(PROMPT) as root:
             for wait in (False, True):
                 loop, seen = asyncio.get_running_loop(), list[Any]()
+
+                def born(kids: list[Any]) -> None:
+                    loop.call_soon_threadsafe(seen.extend, kids)  # noqa: B023
+
                 settings: dict[str, Any] = {"n": 2, "max_tokens": 1, "max_unread": 4}
                 with root.start_expand(born=born, **settings) as growing:
                     if wait:

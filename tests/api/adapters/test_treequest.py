@@ -98,6 +98,17 @@ def test_a_search_goes_on_from_a_stored_state(make_tiny: MakeLLM) -> None:
     run(make_tiny, use)
 
 
+def test_nodes_that_say_the_same_share_a_branch(make_tiny: MakeLLM) -> None:
+    async def use(_: AsyncLLM, root: AsyncBranch) -> None:
+        search = BranchSearch(Chain(), root, one, {"go on": {"max_tokens": 3, "temperature": 0}})
+        await search.run(4, batch_size=2)
+        assert [len(thought.token_ids) for thought, _ in search.state] == [3, 3, 6, 6]
+        first, second = root._branch.children, await search.branch(search.state[0][0])
+        assert len(first) == 1 and second._branch is first[0] and len(second._branch.children) == 1
+
+    run(make_tiny, use)
+
+
 def test_what_fails_leaves_no_branch_and_the_search_can_go_on(make_tiny: MakeLLM) -> None:
     calls = 0
 
