@@ -12,6 +12,7 @@ from ramet.api import client_calls as calls
 from ramet.api.client_calls import (
     MAX_RETRIES,
     ApiError,
+    BeamProgress,
     Call,
     Candidate,
     Choice,
@@ -19,7 +20,9 @@ from ramet.api.client_calls import (
     EventReader,
     Freed,
     NextToken,
+    OnProgress,
     Prompt,
+    Said,
     Score,
     T,
     given,
@@ -75,6 +78,17 @@ class AsyncClient:
         body = calls.create(prompt, messages, fields)
         return await self._send(Call("POST", "/v1/branches", self._branch, body))
 
+    async def beam_search(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        messages: Seq[Mapping[str, Any]] | None = None,
+        on_progress: OnProgress | None = None,
+        **settings: Any,
+    ) -> list[AsyncBranch]:
+        body = calls.create(prompt, messages, calls.generation({**settings, "return_branches": True}))
+        return await self._beams("/v1/beam_search", body, on_progress)
+
     async def get(self, branch_id: str) -> AsyncBranch:
         return await self._send(Call("GET", f"/v1/branches/{branch_id}", self._branch))
 
@@ -87,6 +101,24 @@ class AsyncClient:
 
     async def limits(self) -> dict[str, Any]:
         return await self._send(Call("GET", "/v1/limits", dict))
+
+    async def _beams(
+        self, path: str, body: dict[str, Any], on_progress: OnProgress | None
+    ) -> list[AsyncBranch]:
+        if on_progress is None:
+            return [await self._child(choice) for choice in await self._send(calls.beam_search(path, body))]
+        choices = []
+        async for said in self._stream(path, body):
+            if isinstance(said, BeamProgress):
+                on_progress(said)
+            elif isinstance(said, Choice):
+                choices.append(said)
+        return [await self._child(choice) for choice in choices]
+
+    async def _child(self, choice: Choice) -> AsyncBranch:
+        child = await self.get(choice.branch_id)
+        child.output = choice
+        return child
 
     def _branch(self, answer: dict[str, Any]) -> AsyncBranch:
         return AsyncBranch(self, answer)
@@ -110,7 +142,7 @@ class AsyncClient:
             await asyncio.sleep(calls.wait_before_retry(attempt, response.headers))
         raise AssertionError("the last try returns or raises")
 
-    async def _stream(self, path: str, body: dict[str, Any]) -> AsyncGenerator[Delta | Choice]:
+    async def _stream(self, path: str, body: dict[str, Any]) -> AsyncGenerator[Said]:
         async with self._http.stream("POST", path, json={**body, "stream": True}) as response:
             if not response.is_success:
                 await response.aread()
@@ -198,17 +230,20 @@ class AsyncBranch:
         self, n: int | None = None, *, params: Seq[Mapping[str, Any]] | None = None, **settings: Any
     ) -> list[AsyncBranch]:
         settings = {**settings, "n": n, "params": params, "into": "children"}
-        children = []
-        for choice in await self.client._send(calls.generate(self.id, settings)):
-            child = await self.client.get(choice.branch_id)
-            child.output = choice
-            children.append(child)
-        return children
+        choices = await self.client._send(calls.generate(self.id, settings))
+        return [await self.client._child(choice) for choice in choices]
+
+    async def beam_search(
+        self, *, on_progress: OnProgress | None = None, **settings: Any
+    ) -> list[AsyncBranch]:
+        path = f"{self._path}/beam_search"
+        return await self.client._beams(path, calls.generation(settings), on_progress)
 
     async def stream(self, **settings: Any) -> AsyncGenerator[Delta | Choice]:
         path = f"{self._path}/generate"
         async for said in self.client._stream(path, calls.generation(settings)):
-            yield said
+            if not isinstance(said, BeamProgress):
+                yield said
 
     async def score(
         self, candidates: Seq[Candidate], *, suffix: Prompt | None = None, normalize: str | None = None

@@ -12,6 +12,7 @@ from ramet.api import client_calls as calls
 from ramet.api.client_calls import (
     MAX_RETRIES,
     ApiError,
+    BeamProgress,
     Call,
     Candidate,
     Choice,
@@ -19,7 +20,9 @@ from ramet.api.client_calls import (
     EventReader,
     Freed,
     NextToken,
+    OnProgress,
     Prompt,
+    Said,
     Score,
     T,
     given,
@@ -80,6 +83,18 @@ class Client:
         body = calls.create(prompt, messages, fields)
         return self._send(Call("POST", "/v1/branches", self._branch, body))
 
+    def beam_search(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        messages: Seq[Mapping[str, Any]] | None = None,
+        on_progress: OnProgress | None = None,
+        **settings: Any,
+    ) -> list[Branch]:
+        """The best continuations of a prompt, or of messages, best first; see Branch.beam_search."""
+        body = calls.create(prompt, messages, calls.generation({**settings, "return_branches": True}))
+        return self._beams("/v1/beam_search", body, on_progress)
+
     def get(self, branch_id: str) -> Branch:
         """A branch that is there already."""
         return self._send(Call("GET", f"/v1/branches/{branch_id}", self._branch))
@@ -94,6 +109,22 @@ class Client:
 
     def limits(self) -> dict[str, Any]:
         return self._send(Call("GET", "/v1/limits", dict))
+
+    def _beams(self, path: str, body: dict[str, Any], on_progress: OnProgress | None) -> list[Branch]:
+        if on_progress is None:
+            return [self._child(choice) for choice in self._send(calls.beam_search(path, body))]
+        choices = []
+        for said in self._stream(path, body):
+            if isinstance(said, BeamProgress):
+                on_progress(said)
+            elif isinstance(said, Choice):
+                choices.append(said)
+        return [self._child(choice) for choice in choices]
+
+    def _child(self, choice: Choice) -> Branch:
+        child = self.get(choice.branch_id)
+        child.output = choice
+        return child
 
     def _branch(self, answer: dict[str, Any]) -> Branch:
         return Branch(self, answer)
@@ -116,7 +147,7 @@ class Client:
             time.sleep(calls.wait_before_retry(attempt, response.headers))
         raise AssertionError("the last try returns or raises")
 
-    def _stream(self, path: str, body: dict[str, Any]) -> Generator[Delta | Choice]:
+    def _stream(self, path: str, body: dict[str, Any]) -> Generator[Said]:
         with self._http.stream("POST", path, json={**body, "stream": True}) as response:
             if not response.is_success:
                 response.read()
@@ -152,6 +183,11 @@ class Branch:
     @property
     def tree_id(self) -> str:
         return str(self.info["tree_id"])
+
+    @property
+    def position(self) -> int:
+        """How many tokens there are, as the server said it last."""
+        return int(self.info["position"])
 
     @property
     def token_ids(self) -> list[int]:
@@ -209,17 +245,21 @@ class Branch:
     ) -> list[Branch]:
         """`n` new children that each generate, in one batch; `params` may give each its own settings."""
         settings = {**settings, "n": n, "params": params, "into": "children"}
-        children = []
-        for choice in self.client._send(calls.generate(self.id, settings)):
-            child = self.client.get(choice.branch_id)
-            child.output = choice
-            children.append(child)
-        return children
+        return [self.client._child(choice) for choice in self.client._send(calls.generate(self.id, settings))]
+
+    def beam_search(self, *, on_progress: OnProgress | None = None, **settings: Any) -> list[Branch]:
+        """The best continuations as new children, best first; `settings` are fields of BeamSearchParams.
+
+        `on_progress` is called while the search goes on, with what is new then.
+        """
+        return self.client._beams(f"{self._path}/beam_search", calls.generation(settings), on_progress)
 
     def stream(self, **settings: Any) -> Generator[Delta | Choice]:
         """As `generate`, or with into="children" as `expand`: each piece of text as it comes, and each
         branch's choice when it is complete. To leave early cancels what is not."""
-        yield from self.client._stream(f"{self._path}/generate", calls.generation(settings))
+        for said in self.client._stream(f"{self._path}/generate", calls.generation(settings)):
+            if not isinstance(said, BeamProgress):
+                yield said
 
     def score(
         self, candidates: Seq[Candidate], *, suffix: Prompt | None = None, normalize: str | None = None

@@ -58,6 +58,8 @@ class Choice:
     mean_logprob: float
     token_logprobs: list[float]
     entropies: list[float] | None
+    score: float | None = None  # of a beam: what it was ranked by
+    beam_indices: list[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,16 @@ class Delta:
     branch_id: str
     text: str
     token_ids: list[int]
+
+
+@dataclass(frozen=True)
+class BeamProgress:
+    """A beam search after one of its steps."""
+
+    num_tokens: int
+    num_running: int
+    num_finished: int
+    text: str  # of the best beam
 
 
 @dataclass(frozen=True)
@@ -152,6 +164,10 @@ def generate(branch_id: str, settings: Mapping[str, Any]) -> Call[list[Choice]]:
     return Call("POST", f"/v1/branches/{branch_id}/generate", read, generation(settings))
 
 
+def beam_search(path: str, body: dict[str, Any]) -> Call[list[Choice]]:
+    return Call("POST", path, lambda answer: [choice(one) for one in answer["choices"]], body)
+
+
 def score(branch_id: str, candidates: Seq[Candidate], fields: Any) -> Call[list[Score]]:
     body = {"candidates": [content(one) for one in candidates], "return_token_logprobs": True}
     body.update(_score_fields(fields))
@@ -196,6 +212,8 @@ def choice(one: Mapping[str, Any]) -> Choice:
         mean_logprob=one["mean_logprob"],
         token_logprobs=one.get("token_logprobs", []),
         entropies=one.get("entropy"),
+        score=one.get("score"),
+        beam_indices=one.get("beam_indices"),
     )
 
 
@@ -216,7 +234,11 @@ class EventReader:
         return event
 
 
-def told(event: Mapping[str, Any], headers: Mapping[str, str]) -> Delta | Choice | None:
+Said: TypeAlias = Delta | Choice | BeamProgress
+OnProgress: TypeAlias = Callable[[BeamProgress], object]
+
+
+def told(event: Mapping[str, Any], headers: Mapping[str, str]) -> Said | None:
     """What an event of a generation says. Raises ApiError for one that says what went wrong."""
     if "error" in event:
         raise ApiError(200, event["error"], headers)
@@ -226,6 +248,9 @@ def told(event: Mapping[str, Any], headers: Mapping[str, str]) -> Delta | Choice
             return Delta(event["index"], event["branch_id"], event["delta"], ids)
         case "branch.completed":
             return choice(event)
+        case "beam_search.progress":
+            names = ("num_tokens", "num_running", "num_finished", "text")
+            return BeamProgress(**{name: event[name] for name in names})
     return None  # of no interest here, or newer than this client
 
 

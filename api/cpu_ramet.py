@@ -11,9 +11,9 @@ import torch
 from ramet.api.cpu_result import Result, check_lengths
 from ramet.api.cpu_sizes import calls_after
 from ramet.api.workloads import BEAM, Call, Part, Samples, Workload, resolve, tokens_of
+from ramet.engine.beam_params import BeamSearchParams
 from ramet.engine.branch import Branch
 from ramet.engine.llm import LLM
-from ramet.engine.sampler import TokenLogprob
 from ramet.engine.sampling_params import SamplingParams
 
 Path: TypeAlias = tuple[Part, ...]  # of a node, from the root
@@ -39,8 +39,7 @@ class Ramet:
         start = time.perf_counter()
         for index, calls in enumerate(workload.rounds):
             if calls[0].mode == BEAM:
-                for call in calls:
-                    outputs[call.uid] = self._beams(resolve(call, outputs).prompt, call)
+                self._beams(calls, outputs)
             elif nodes or calls_after(workload, index):
                 self._grow(calls, outputs, nodes)
             else:
@@ -80,24 +79,14 @@ class Ramet:
         leaf.extend(tokens_of(path[depth:], outputs))
         return leaf
 
-    def _beams(self, prompt: list[int], call: Call) -> Samples:
-        """Beam search out of forks: each step keeps the likeliest `n` of all continuations."""
-        root = self.llm.branch(prompt)
-        beams: list[tuple[Branch, float]] = [(root, 0.0)]
-        for _ in range(call.max_tokens):
-            branches = [branch for branch, _ in beams]
-            self.llm.step(branches, temperature=0.0, logprobs=call.n, ignore_eos=True)
-            found = [
-                (score + top.logprob, branch, top.token_id) for branch, score in beams for top in _top(branch)
-            ]
-            best = sorted(found, key=lambda one: -one[0])[: call.n]
-            kept = [(_with_last(branch, token_id), score) for score, branch, token_id in best]
-            for branch in branches:
-                branch.prune() if not branch.children else branch.release()
-            beams = kept
-        samples = [branch.token_ids[len(prompt) :] for branch, _ in beams]
-        root.prune()
-        return samples
+    def _beams(self, calls: Sequence[Call], outputs: dict[int, Samples]) -> None:
+        """A round of beam searches of one width and length."""
+        params = BeamSearchParams(
+            num_beams=calls[0].n, max_tokens=calls[0].max_tokens, length_penalty=0.0, ignore_eos=True
+        )
+        prompts = [resolve(call, outputs).prompt for call in calls]
+        for call, output in zip(calls, self.llm.generate(prompts, params), strict=True):
+            outputs[call.uid] = [choice.token_ids for choice in output.choices]
 
 
 def _params(calls: Sequence[Call]) -> list[SamplingParams]:
@@ -105,18 +94,6 @@ def _params(calls: Sequence[Call]) -> list[SamplingParams]:
         SamplingParams(n=c.n, max_tokens=c.max_tokens, temperature=1.0, seed=c.uid, ignore_eos=True)
         for c in calls
     ]
-
-
-def _top(branch: Branch) -> list[TokenLogprob]:
-    assert branch.output is not None and branch.output.logprobs is not None, "just generated"
-    return branch.output.logprobs[-1]
-
-
-def _with_last(branch: Branch, token_id: int) -> Branch:
-    """A fork of the branch with another last token."""
-    fork = branch.fork(at=len(branch) - 1)[0]
-    fork.extend([token_id])
-    return fork
 
 
 def stream_seconds(num_bytes: int) -> float:

@@ -26,10 +26,12 @@ from ramet.engine.errors import RametError
 from ramet.engine.llm import LLM
 from ramet.engine.look import BranchLook, TreeLook, look_at, look_at_all
 from ramet.engine.operation import Operation, T
-from ramet.engine.outputs import Choice, Delta, Output, Score
+from ramet.engine.outputs import Choice, Delta, NextToken, Output, Score
 from ramet.engine.sampling_params import SamplingParams
+from ramet.engine.scoring import Normalize
 from ramet.engine.sequence import Hold
 from ramet.engine.tokenizer import Tokenizer
+from ramet.kernels import openmp
 
 # What the thread is to do between two steps, and who is told if it never will.
 Command: TypeAlias = tuple[Callable[[], None], tuple["Future[Any]", ...]]
@@ -48,6 +50,7 @@ class AsyncLLM:
         self._commands: SimpleQueue[Command | None] = SimpleQueue()
         self._tasks: list[Task] = []
         self._closed = False
+        openmp.dismiss_team()  # of the thread that loaded the model: another one computes from here on
         self._thread = threading.Thread(target=self._serve, name="ramet-engine", daemon=True)
         self._thread.start()
 
@@ -94,7 +97,7 @@ class AsyncLLM:
     async def generate(
         self,
         prompts: Prompt | Seq[Prompt],
-        params: SamplingParams | Seq[SamplingParams] | None = None,
+        params: SamplingParams | BeamSearchParams | Seq[SamplingParams] | None = None,
         *,
         priority: int = 0,
         cache: bool = True,
@@ -107,19 +110,21 @@ class AsyncLLM:
     def start(
         self,
         prompts: Prompt | Seq[Prompt],
-        params: SamplingParams | Seq[SamplingParams] | None = None,
+        params: SamplingParams | BeamSearchParams | Seq[SamplingParams] | None = None,
         *,
         priority: int = 0,
         cache: bool = True,
         namespace: Hashable = LOCAL,
         max_unread: int | None = None,
+        on_progress: OnProgress | None = None,
         **settings: Any,
     ) -> Work[list[Output]]:
         """Begin to generate. With `max_unread` the tokens are read while they come, and while so many of a
         choice were not read yet it rests; what came since the last read is one Delta a choice, so a slow
-        reader costs no memory. Prompts of another `namespace` share nothing."""
+        reader costs no memory. Prompts of another `namespace` share nothing. `on_progress` is called on the
+        engine's thread after each step of a beam search."""
         operation = lambda: self._llm._generating(  # noqa: E731
-            prompts, params, priority, cache, settings, namespace, max_unread is not None
+            prompts, params, priority, cache, settings, namespace, max_unread is not None, on_progress
         )
         return self._start(operation, max_unread)
 
@@ -451,8 +456,13 @@ class AsyncBranch:
         operation = lambda: self._branch._beam_searching(params, settings, on_progress)  # noqa: E731
         return self.llm._start(operation, None, self.llm._wrap, prune_all)
 
-    async def score(self, candidates: Seq[Prompt], *, suffix: Prompt | None = None) -> list[Score]:
-        return await self.llm._run(lambda: self._branch._scoring(candidates, suffix))
+    async def score(
+        self, candidates: Seq[Prompt], *, suffix: Prompt | None = None, normalize: Normalize = "none"
+    ) -> list[Score]:
+        return await self.llm._run(lambda: self._branch._scoring(candidates, suffix, normalize, aside=True))
+
+    async def next_tokens(self, labels: Seq[str | int], *, suffix: Prompt | None = None) -> list[NextToken]:
+        return await self.llm._run(lambda: self._branch._naming(labels, suffix, aside=True))
 
     async def truncate(self, position: int) -> None:
         await self.llm._call(lambda: self._branch.truncate(position))

@@ -34,7 +34,11 @@ OnProgress: TypeAlias = Callable[[BeamProgress], object]
 
 
 def beam_searching(
-    engine: Engine, sequence: Sequence, params: BeamSearchParams, on_progress: OnProgress | None = None
+    engine: Engine,
+    sequence: Sequence,
+    params: BeamSearchParams,
+    on_progress: OnProgress | None = None,
+    priority: int = 0,
 ) -> Operation[list[tuple[Sequence, Choice]]]:
     """The best continuations of `sequence`, best first, each a sequence of its own.
 
@@ -50,7 +54,7 @@ def beam_searching(
         on_progress=on_progress,
     )
     try:
-        engine.submit(sequence, search.first)
+        engine.submit(sequence, search.first, priority=priority)
         yield [search]
     except BaseException:
         search.close(engine)
@@ -219,8 +223,7 @@ class BeamSearch(Run):
     def close(self, engine: Engine) -> None:
         """Leave nothing behind, whether the search is done or not."""
         for beam in self._beams:
-            if beam.sequence.run is beam:
-                engine.abort(beam.sequence)
+            engine.abort(beam.sequence, beam)
         complete = [one.sequence for one in self._complete.values()]
         for sequence in (*complete, *(result for result, _ in self.results)):
             engine.release(sequence, prune=True)

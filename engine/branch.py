@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence as Seq
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ramet.engine.arguments import Prompt, beam_params_of, check_count, checked_params, fields_of, params_of
@@ -12,10 +13,12 @@ from ramet.engine.beam_search import OnProgress, beam_searching
 from ramet.engine.checks import check_bool, checked_list
 from ramet.engine.errors import BranchReleased, InvalidInput
 from ramet.engine.operation import Operation
-from ramet.engine.outputs import Choice, Score
-from ramet.engine.runs import FanOut, Generation, HeadScoring, Run, Scoring
+from ramet.engine.outputs import Choice, NextToken, Score
+from ramet.engine.runs import FanOut, Generation, Run, Scoring
 from ramet.engine.sampling_params import SamplingParams
+from ramet.engine.scoring import Normalize, check_normalize, normalized, scoring
 from ramet.engine.sequence import Hold, Sequence
+from ramet.engine.token_bytes import TokenBytes
 from ramet.engine.tokenizer import validate_token_ids
 from ramet.radix.cursor import BlockTable
 
@@ -287,49 +290,63 @@ class Branch:
             children.append(child)
         return children
 
-    def score(self, candidates: Seq[Prompt], *, suffix: Prompt | None = None) -> list[Score]:
+    def score(
+        self, candidates: Seq[Prompt], *, suffix: Prompt | None = None, normalize: Normalize = "none"
+    ) -> list[Score]:
         """The log-probabilities of candidate continuations, in one batch; the branch does not change.
 
         With `suffix` they are those after it: a question about the branch, say, that is thrown away again.
-        The branch's own tokens are not computed again. Raises InvalidInput or OutOfCapacity; StepFailed if
-        the model failed.
+        `normalize` makes each `score` the log-probability a token or a byte, or the share ("softmax") of the
+        candidate. The branch's own tokens are not computed again. Raises InvalidInput or OutOfCapacity;
+        StepFailed if the model failed.
         """
         self._check_unused()
-        return self.llm._drive(self._scoring(candidates, suffix))
+        return self.llm._drive(self._scoring(candidates, suffix, normalize))
 
-    def _scoring(self, candidates: Seq[Prompt], suffix: Prompt | None = None) -> Operation[list[Score]]:
-        """Of a branch that runs, what is there so far is scored."""
+    def next_tokens(self, labels: Seq[str | int], *, suffix: Prompt | None = None) -> list[NextToken]:
+        """How likely each of these tokens, ids or texts of one token, is to come next. See `score`."""
+        self._check_unused()
+        return self.llm._drive(self._naming(labels, suffix))
+
+    def _naming(
+        self, labels: Seq[str | int], suffix: Prompt | None = None, *, aside: bool = False
+    ) -> Operation[list[NextToken]]:
+        candidates = []
+        for label in checked_list("labels", labels, "tokens"):
+            if isinstance(label, str):
+                token_ids = self.llm.encode(label, "labels", add_special_tokens=False)
+            else:
+                token_ids = validate_token_ids([label], self.llm.engine.vocab_size, "labels")
+            if len(token_ids) != 1:
+                limit = f"must be one token each, and one is {len(token_ids)}; see score()"
+                raise InvalidInput("labels", limit, label)
+            candidates.append(token_ids)
+        scores = yield from self._scoring(candidates, suffix, aside=aside)
+        return [NextToken(one.token_ids[0], one.first_logit, one.logprob, one.is_greedy) for one in scores]
+
+    def _scoring(
+        self,
+        candidates: Seq[Prompt],
+        suffix: Prompt | None = None,
+        normalize: Normalize = "none",
+        *,
+        aside: bool = False,
+    ) -> Operation[list[Score]]:
         self._check_live()
+        check_normalize(normalize)
+        in_bytes = TokenBytes(self.llm._tokenizer("normalize")) if normalize == "bytes" else None
         listed = checked_list("candidates", candidates, "texts or token ids")
         many = [self.llm.encode(c, "candidates", add_special_tokens=False) for c in listed]
-        if suffix is not None:
-            suffix = self.llm.encode(suffix, "suffix", add_special_tokens=False)
+        after = self.llm.encode(suffix, "suffix", add_special_tokens=False) if suffix is not None else []
         engine = self.llm.engine
         for token_ids in many:
-            engine.check_length(len(self) + len(suffix or ()) + len(token_ids) - 1)
+            engine.check_length(len(self) + len(after) + len(token_ids) - 1)
         if not many:
             return []
-        if not suffix and self._sequence.run is None:
-            return (yield from self._scoring_on(self._sequence, many))
-        aside = engine.fork(self._sequence, keep=True)
-        aside.token_ids += suffix or ()
-        try:
-            return (yield from self._scoring_on(aside, many))
-        finally:
-            engine.release(aside, prune=True)
-
-    def _scoring_on(self, sequence: Sequence, candidates: list[list[int]]) -> Operation[list[Score]]:
-        engine = self.llm.engine
-        run = HeadScoring(candidates)
-        try:
-            engine.submit(sequence, run)
-            yield [run]
-            yield [rest for rest in run.rests if rest is not None]
-        finally:
-            engine.abort(sequence, run)  # its own part was done early: others may have begun since
-            for child in run.children:
-                engine.release(child, prune=True)
-        return run.scores()
+        scores = yield from scoring(engine, self._sequence, many, after, aside=aside)
+        lengths = [len(ids) if in_bytes is None else sum(len(in_bytes[i]) for i in ids) for ids in many]
+        values = normalized(normalize, [one.logprob for one in scores], lengths)
+        return [replace(one, score=value) for one, value in zip(scores, values, strict=True)]
 
     def truncate(self, position: int) -> None:
         """Forget all but the first `position` tokens, at least one. Children keep what they share."""

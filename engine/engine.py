@@ -319,13 +319,17 @@ class Engine:
                 self.finish(sequence)
         elif isinstance(run, HeadScoring) and rows:
             run.firsts = _firsts(logits[rows[0]], [candidate[0] for candidate in run.candidates])
-            self._score_rests(sequence, run)
+            if not run.rests:
+                self.score_rests(sequence, run)
             self.finish(sequence)
         elif type(run) is Run and sequence.num_to_do == 0:
             self.finish(sequence)
 
-    def _score_rests(self, sequence: Sequence, run: HeadScoring) -> None:
-        """Score what follows the first token of each candidate, on forks that are pruned afterwards."""
+    def score_rests(self, sequence: Sequence, run: HeadScoring) -> None:
+        """Score what follows the first token of each candidate, on forks that are pruned afterwards.
+
+        All tokens of `sequence` have KV: its own logits, for the first tokens, may come in the same step.
+        """
         first = len(sequence.token_ids)
         for index, candidate in enumerate(run.candidates):
             if len(candidate) == 1:

@@ -8,12 +8,13 @@ that has to wait is an *operation*: a generator that yields the runs it waits fo
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence as Seq
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ramet.engine.arguments import Prompt, check_either, check_int32, params_of, params_of_each, prompts_of
 from ramet.engine.beam_params import BeamSearchParams
-from ramet.engine.beam_search import OnProgress
+from ramet.engine.beam_search import OnProgress, beam_searching
 from ramet.engine.branch import Branch, prune_all
 from ramet.engine.checks import check_bool, checked_list
 from ramet.engine.config import EngineConfig
@@ -119,7 +120,7 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Seq[Prompt],
-        params: SamplingParams | Seq[SamplingParams] | None = None,
+        params: SamplingParams | BeamSearchParams | Seq[SamplingParams] | None = None,
         *,
         priority: int = 0,
         cache: bool = True,
@@ -127,8 +128,9 @@ class LLM:
     ) -> list[Output]:
         """Generate from one or several prompts, each a text or a list of token ids.
 
-        `params` is one for all or one for each; `settings` are the fields of SamplingParams, instead. A
-        higher `priority` is served first. Without `cache` nothing cached is used and nothing stays cached.
+        `params` is one for all or one for each; `settings` are the fields of SamplingParams, instead. With
+        BeamSearchParams the choices are the best beams; see `beam_search` for branches that go on. A higher
+        `priority` is served first. Without `cache` nothing cached is used and nothing stays cached.
         All prompts are checked before anything runs. Raises InvalidInput or OutOfCapacity; StepFailed if the
         model failed.
         """
@@ -137,17 +139,23 @@ class LLM:
     def _generating(
         self,
         prompts: Prompt | Seq[Prompt],
-        params: SamplingParams | Seq[SamplingParams] | None,
+        params: SamplingParams | BeamSearchParams | Seq[SamplingParams] | None,
         priority: int,
         cache: bool,
         settings: dict[str, Any],
         namespace: Hashable = LOCAL,
         streamed: bool = False,
+        on_progress: OnProgress | None = None,
     ) -> Operation[list[Output]]:
         many = [self.encode(prompt) for prompt in prompts_of(prompts)]
-        each = params_of_each(params, settings, len(many))
         check_int32("priority", priority)
         check_bool("cache", cache)
+        if isinstance(params, BeamSearchParams):
+            check_either(params, settings)
+            if streamed:
+                raise InvalidInput("params", "must be SamplingParams where tokens are read while they come")
+            return (yield from self._beam_generating(many, params, priority, cache, namespace, on_progress))
+        each = params_of_each(params, settings, len(many))
         if streamed:
             _check_streamed(each)
         requests: list[Request] = []
@@ -162,6 +170,34 @@ class LLM:
         return [
             Output(ids, sequence.num_cached_tokens or 0, _choices(generations), run.prompt_logprobs)
             for ids, (sequence, run, generations) in zip(many, requests, strict=True)
+        ]
+
+    def _beam_generating(
+        self,
+        prompts: list[list[int]],
+        params: BeamSearchParams,
+        priority: int,
+        cache: bool,
+        namespace: Hashable,
+        on_progress: OnProgress | None,
+    ) -> Operation[list[Output]]:
+        self._check_params(params.tokens, of_branch=True)
+        engine, sequences = self.engine, list[Sequence]()
+        try:
+            for ids in prompts:
+                sequences.append(engine.new_sequence(list(ids), keep=False, namespace=namespace, cache=cache))
+            found = yield from together(
+                [beam_searching(engine, one, params, on_progress, priority) for one in sequences],
+                lambda beams: [engine.release(beam, prune=True) for beam, _ in beams],
+            )
+        finally:
+            for sequence in sequences:
+                engine.release(sequence)
+        for beam, _ in chain.from_iterable(found):
+            engine.release(beam)
+        return [
+            Output(ids, sequence.num_cached_tokens or 0, [choice for _, choice in beams])
+            for ids, sequence, beams in zip(prompts, sequences, found, strict=True)
         ]
 
     def stream(

@@ -70,6 +70,7 @@ class Score:
     token_logprobs: list[float]  # natural log, one for each token
     is_greedy: bool  # whether each token is the likeliest one at its place
     first_logit: float  # of the first token, as the model gave it
+    score: float  # what candidates are compared by: the log-probability, unless it was to be normalised
 
     @property
     def logprob(self) -> float:
@@ -78,6 +79,16 @@ class Score:
     @property
     def mean_logprob(self) -> float:
         return self.logprob / len(self.token_logprobs)
+
+
+@dataclass(frozen=True)
+class NextToken:
+    """How likely one token is to come next."""
+
+    token_id: int
+    logit: float  # as the model gave it
+    logprob: float
+    is_greedy: bool  # whether it is the likeliest
 
 
 @dataclass(frozen=True)
@@ -99,6 +110,7 @@ class Delta:
     logprobs: list[list[TokenLogprob]] | None = None
     named_logprobs: list[list[TokenLogprob]] | None = None
     entropies: list[float] | None = None
+    score: float | None = None  # of a beam
 
 
 @dataclass(frozen=True)

@@ -265,14 +265,9 @@ class HeadScoring(Run):
 
     def scores(self) -> list[Score]:
         """One for each candidate, once all is done."""
-        return [
-            Score(
-                ids,
-                [logprob, *(rest.token_logprobs if rest is not None else ())],
-                greedy and (rest is None or rest.is_greedy),
-                logit,
-            )
-            for ids, logprob, greedy, logit, rest in zip(
-                self.candidates, *self.firsts, self.rests, strict=True
-            )
-        ]
+        scores = []
+        for ids, logprob, greedy, logit, rest in zip(self.candidates, *self.firsts, self.rests, strict=True):
+            logprobs = [logprob, *(rest.token_logprobs if rest is not None else ())]
+            is_greedy = greedy and (rest is None or rest.is_greedy)
+            scores.append(Score(ids, logprobs, is_greedy, logit, sum(logprobs)))
+        return scores

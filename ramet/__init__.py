@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         BeamProgress as BeamProgress,
         Choice as Choice,
         Delta as Delta,
+        NextToken as NextToken,
         Output as Output,
         Score as Score,
     )
@@ -49,6 +50,7 @@ _HOME_OF = {
     "ApiError": "ramet.api.client_calls",
     "Choice": "ramet.engine.outputs",
     "Delta": "ramet.engine.outputs",
+    "NextToken": "ramet.engine.outputs",
     "Output": "ramet.engine.outputs",
     "Score": "ramet.engine.outputs",
     "SamplingParams": "ramet.engine.sampling_params",

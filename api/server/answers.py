@@ -95,6 +95,8 @@ class Answer(ABC):
         fields: dict[str, Any] = {}
         if body.return_token_ids:
             fields["token_ids"] = delta.token_ids
+        if delta.score is not None:
+            fields["score"] = finite(delta.score)
         if delta.entropies is not None:
             fields["entropy"] = delta.entropies
         if delta.named_logprobs is not None:
@@ -156,6 +158,7 @@ def _as_deltas(outputs: Sequence[Output]) -> list[Delta]:
             logprobs=choice.logprobs,
             named_logprobs=choice.named_logprobs,
             entropies=choice.entropies,
+            score=choice.score,
         )
         for prompt_index, output in enumerate(outputs)
         for choice in output.choices
@@ -185,17 +188,26 @@ async def _events(answer: Answer, work: Source, request_id: str) -> AsyncGenerat
     try:
         for choice in answer.opening():
             yield event(answer.envelope([choice], answer.usage() if continuous else None))
+        told = False
         while deltas := await work.read():
-            parts = []
-            answer.timer.tokens(max(len(delta.token_ids) for delta in deltas))
-            for delta in deltas:
-                if (choice_part := answer.part(delta)) is not None:
-                    usage = answer.usage() if continuous else None
-                    parts.append(event(answer.envelope([choice_part], usage)))
-            yield b"".join(parts)
+            told = True
+            yield _parts(answer, deltas, continuous)
         outputs = await work.result()
+        if not told:  # a beam search, which knows nothing for sure before its end
+            yield _parts(answer, _as_deltas(outputs), continuous)
         if options is not None and options.include_usage:
             yield event(answer.envelope([], answer.usage(outputs)))
     except Exception as error:
         yield error_event(error, request_id)
     yield DONE
+
+
+def _parts(answer: Answer, deltas: Sequence[Delta], continuous: bool) -> bytes:
+    """The events of what has come now."""
+    parts = []
+    answer.timer.tokens(max((len(delta.token_ids) for delta in deltas), default=0))
+    for delta in deltas:
+        if (choice_part := answer.part(delta)) is not None:
+            usage = answer.usage() if continuous else None
+            parts.append(event(answer.envelope([choice_part], usage)))
+    return b"".join(parts)

@@ -10,10 +10,11 @@ from fastapi import Request
 from pydantic import ValidationError
 from starlette.responses import Response
 
-from ramet.api.server import branch_generate, branch_score, branch_verbs as verbs, log
+from ramet.api.server import branch_beams, branch_generate, branch_score, branch_verbs as verbs, log
 from ramet.api.server.branch_schemas import (
     BatchOp,
     BatchRequest,
+    BeamRequest,
     ExtendRequest,
     ForkRequest,
     GenerateRequest,
@@ -32,6 +33,7 @@ _VERBS: dict[str, tuple[type[Body], Callable[..., Awaitable[dict[str, Any]]]]] =
     "fork": (ForkRequest, verbs.fork),
     "extend": (ExtendRequest, verbs.extend),
     "generate": (GenerateRequest, branch_generate.generate),
+    "beam_search": (BeamRequest, branch_beams.search_branch),
     "score": (ScoreRequest, branch_score.score),
     "truncate": (TruncateRequest, verbs.truncate),
     "promote": (PromoteRequest, verbs.promote),

@@ -9,7 +9,7 @@ from typing import Any
 from starlette.responses import Response
 
 from ramet.api.server.answers import finish_reason, finite
-from ramet.api.server.branch_schemas import GenerateRequest
+from ramet.api.server.branch_schemas import BeamRequest, GenerateRequest
 from ramet.api.server.branch_store import Entry
 from ramet.api.server.branch_verbs import Context
 from ramet.api.server.errors import invalid, unsupported
@@ -32,9 +32,7 @@ def _params_of(body: GenerateRequest) -> list[SamplingParams]:
     for name in ("tools", "response_format"):
         if getattr(body, name) not in (None, [], {"type": "text"}):
             raise unsupported(name)
-    if body.top_logprobs is not None and not (body.logprobs and 0 <= body.top_logprobs <= MAX_LOGPROBS):
-        raise invalid("top_logprobs", f"must be between 0 and {MAX_LOGPROBS}, and needs logprobs to be true")
-    count = body.top_logprobs or None
+    count = count_of_top(body)
     if body.params is None:
         return [_one(body, "", count)]
     given = sorted(name for name in SamplingFields.model_fields if getattr(body, name) is not None)
@@ -47,6 +45,13 @@ def _params_of(body: GenerateRequest) -> list[SamplingParams]:
         if one.n != 1:
             raise invalid(f"params.{index}.n", "must be 1")
     return many
+
+
+def count_of_top(body: GenerateRequest | BeamRequest) -> int | None:
+    """How many of the likeliest tokens are to be told with each token."""
+    if body.top_logprobs is not None and not (body.logprobs and 0 <= body.top_logprobs <= MAX_LOGPROBS):
+        raise invalid("top_logprobs", f"must be between 0 and {MAX_LOGPROBS}, and needs logprobs to be true")
+    return body.top_logprobs or None
 
 
 def _one(body: SamplingFields, where: str, top_logprobs: int | None) -> SamplingParams:
@@ -137,7 +142,7 @@ class _Told:
         yield DONE
 
     async def _parts(self) -> AsyncGenerator[bytes]:
-        while deltas := await self._work.read():
+        while deltas := await self._generating.read(self._work):
             self._timer.tokens(max(len(delta.token_ids) for delta in deltas))
             for delta in deltas:
                 choice = self._choices[delta.index]
@@ -173,16 +178,27 @@ class _Told:
 
 def _shown(generating: Generating, body: GenerateRequest, index: int, choice: Choice) -> dict[str, Any]:
     """A choice as the client gets it."""
+    shown = {"branch_id": generating.target(index).id, **shown_choice(body, index, choice, generating.start)}
+    if choice.entropies is not None:
+        shown["entropy"] = choice.entropies
+    if choice.named_logprobs is not None:
+        shown["logprob_token_ids"] = [_by_id(row) for row in choice.named_logprobs]
+    return shown
+
+
+def shown_choice(
+    body: GenerateRequest | BeamRequest, index: int, choice: Choice, start: int
+) -> dict[str, Any]:
+    """What a client is told of a choice that begins at position `start`."""
     shown: dict[str, Any] = {
         "index": index,
-        "branch_id": generating.target(index).id,
         "finish_reason": finish_reason(choice),
         "stop_reason": choice.stop_reason,
         "matched_stop": choice.stop_reason,
         "text": choice.text,
         "message": {"role": "assistant", "content": choice.text},
-        "start_position": generating.start,
-        "end_position": generating.start + len(choice.token_ids),
+        "start_position": start,
+        "end_position": start + len(choice.token_ids),
         "cumulative_logprob": finite(choice.cumulative_logprob),
         "mean_logprob": finite(choice.mean_logprob),
     }
@@ -192,10 +208,6 @@ def _shown(generating: Generating, body: GenerateRequest, index: int, choice: Ch
         shown["token_logprobs"] = [finite(one) for one in choice.token_logprobs]
     if choice.logprobs is not None and body.top_logprobs:
         shown["top_logprobs"] = [_by_id(row) for row in choice.logprobs]
-    if choice.entropies is not None:
-        shown["entropy"] = choice.entropies
-    if choice.named_logprobs is not None:
-        shown["logprob_token_ids"] = [_by_id(row) for row in choice.named_logprobs]
     return shown
 
 

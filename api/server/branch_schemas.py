@@ -6,16 +6,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema
 
-from ramet.api.server.schemas import Body, Message, Neutral, SamplingFields
+from ramet.api.server.schemas import Body, EarlyStopping, Message, Neutral, SamplingFields, Stop
+from ramet.engine.scoring import Normalize
 
 MAX_BATCH = 256
 MAX_CANDIDATES = 256
+MAX_ANNOTATIONS = 32
 
 _METADATA = Field(None, max_length=16, description="Up to 16 pairs: keys of 64, values of 512 characters.")
 Key = Annotated[str, Field(min_length=1, max_length=64)]
 Name = Annotated[str, Field(max_length=128)]
-Metadata = Annotated[dict[Key, Annotated[str, Field(max_length=512)]] | None, _METADATA]
-Annotations = Annotated[dict[Key, float | str] | None, Field(None, max_length=32)]
+Text = Annotated[str, Field(max_length=512)]
+Metadata = Annotated[dict[Key, Text] | None, _METADATA]
+Annotations = Annotated[dict[Key, float | Text] | None, Field(None, max_length=MAX_ANNOTATIONS)]
 Position = Annotated[
     Any,
     WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string"}, {"type": "null"}]}),
@@ -98,6 +101,51 @@ class GenerateRequest(SamplingFields):
     tools: Neutral = None
 
 
+class BeamFields(Body):
+    """How beams are ranked; see ramet.BeamSearchParams for what each does."""
+
+    num_beams: int | None = None
+    num_return_sequences: int | None = None
+    length_penalty: float | None = None
+    early_stopping: EarlyStopping = None
+    scoring: Literal["hf", "raw"] | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    banned_token_ids: list[int] | None = None
+    stop: Stop = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+
+
+class BeamRequest(BeamFields):
+    stream: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    expect_position: int | None = None
+    num_beam_groups: Neutral = None
+    diversity_penalty: Neutral = None
+    response_format: Neutral = None
+
+
+class PromptBeamRequest(BeamRequest):
+    model: str | None = None
+    messages: list[Message] | None = Field(None, min_length=1)
+    prompt: str | None = None
+    token_ids: list[int] | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
+    return_branches: bool | None = Field(None, description="Keep the beams, as children of the prompt.")
+
+
 class Candidate(Body):
     text: str | None = None
     token_ids: list[int] | None = None
@@ -107,7 +155,7 @@ class ScoreRequest(Body):
     candidates: list[Candidate] | None = Field(None, max_length=MAX_CANDIDATES)
     next_token_candidates: list[str] | None = Field(None, max_length=MAX_CANDIDATES)
     suffix: Candidate | None = None
-    normalize: Literal["none", "tokens", "bytes", "softmax"] | None = None
+    normalize: Normalize | None = None
     return_token_logprobs: bool | None = None
 
 
@@ -122,7 +170,9 @@ class PromoteRequest(Body):
 
 
 class BatchOp(Body):
-    op: Literal["fork", "extend", "generate", "score", "truncate", "promote", "cancel", "delete", "get"]
+    op: Literal[
+        "fork", "extend", "generate", "beam_search", "score", "truncate", "promote", "cancel", "delete", "get"
+    ]
     branch_id: Id
     body: dict[str, Any] | None = None
 

@@ -13,6 +13,7 @@ from ramet.api.server.branch_store import Entry
 from ramet.api.server.branch_verbs import Context
 from ramet.api.server.errors import invalid
 from ramet.engine.outputs import Score
+from ramet.engine.scoring import normalized
 from ramet.engine.tokenizer import validate_token_ids
 
 
@@ -84,21 +85,12 @@ async def _tokens(context: Context, candidate: Candidate, field: str) -> list[in
 
 def _normalised(context: Context, scores: list[Score], body: ScoreRequest) -> list[float]:
     """What the candidates are to be compared by."""
-    match body.normalize:
-        case "tokens":
-            return [finite(one.mean_logprob) for one in scores]
-        case "bytes":
-            num_bytes = context.state.text.token_bytes
-            return [
-                finite(one.logprob) / max(1, sum(len(num_bytes(token_id)) for token_id in one.token_ids))
-                for one in scores
-            ]
-        case "softmax":
-            logprobs = [finite(one.logprob) for one in scores]
-            best = max(logprobs, default=0.0)
-            weights = [math.exp(logprob - best) for logprob in logprobs]
-            return [weight / sum(weights) for weight in weights]
-    return [finite(one.logprob) for one in scores]
+    how = body.normalize or "none"
+    lengths = [len(one.token_ids) for one in scores]
+    if how == "bytes":
+        num_bytes = context.state.text.token_bytes
+        lengths = [sum(len(num_bytes(token_id)) for token_id in one.token_ids) for one in scores]
+    return normalized(how, [finite(one.logprob) for one in scores], lengths)
 
 
 def _shown(index: int, score: Score, body: ScoreRequest, value: float) -> dict[str, Any]:

@@ -8,18 +8,20 @@ from typing import Annotated, Any, Literal, TypeVar
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
-from ramet.api.server import branch_generate, branch_store, branch_verbs as verbs
+from ramet.api.server import branch_beams, branch_generate, branch_store, branch_verbs as verbs
 from ramet.api.server.batch import run_batch
 from ramet.api.server.branch_schemas import (
     MAX_BATCH,
     MAX_CANDIDATES,
     BatchRequest,
+    BeamRequest,
     CreateRequest,
     ExtendRequest,
     ForkRequest,
     GenerateRequest,
     PatchRequest,
     PromoteRequest,
+    PromptBeamRequest,
     ScoreRequest,
     TruncateRequest,
 )
@@ -37,6 +39,7 @@ from ramet.api.server.errors import invalid
 from ramet.api.server.json_body import StrictRoute
 from ramet.api.server.sse import EventStream, JsonResponse, unless_gone
 from ramet.api.server.state import state_of
+from ramet.engine.beam_params import MAX_BEAMS
 from ramet.engine.sampling_params import MAX_CHOICES
 
 router = APIRouter(route_class=StrictRoute)
@@ -86,9 +89,8 @@ async def list_branches(
         if tree_id in (None, one.tree.id) and parent_id in (None, one.parent_id)
     ]
     if state is not None:
-        shown = await show_branches(context.state, entries)
-        there = {one["id"] for one in shown if one["state"] == state}
-        entries = [one for one in entries if one.id in there]
+        looks = await context.state.engine.look([one.branch for one in entries])
+        entries = [one for one, look in zip(entries, looks, strict=True) if look.state == state]
     page, has_more = _page(entries, after, limit, order)
     return _list(await show_branches(context.state, page), has_more)
 
@@ -161,6 +163,25 @@ async def generate(branch_id: str, body: GenerateRequest, request: Request) -> R
     if body.on_disconnect == "continue":
         work = context.state.detached(work)
     return JsonResponse(await unless_gone(request, work))
+
+
+@router.post("/v1/branches/{branch_id}/beam_search", response_model=None)
+async def beam_search(branch_id: str, body: BeamRequest, request: Request) -> Response:
+    """The best continuations of the branch, as new children."""
+    context = context_of(request)
+    entry = context.store.get(branch_id)
+    if body.stream:
+        return await branch_beams.stream_branch(context, entry, body)
+    return JsonResponse(await unless_gone(request, branch_beams.search_branch(context, entry, body)))
+
+
+@router.post("/v1/beam_search", response_model=None)
+async def prompt_beam_search(body: PromptBeamRequest, request: Request) -> Response:
+    """The best continuations of messages, a text, or token ids."""
+    context = context_of(request)
+    if body.stream:
+        return await branch_beams.stream_prompt(context, body)
+    return JsonResponse(await unless_gone(request, branch_beams.search_prompt(context, body)))
 
 
 @router.post("/v1/branches/{branch_id}/score")
@@ -252,6 +273,7 @@ async def limits(request: Request) -> dict[str, Any]:
         "max_queued_operations": branch_store.MAX_QUEUED,
         "max_checkpoints": branch_store.MAX_CHECKPOINTS,
         "max_n": MAX_CHOICES,
+        "max_beams": MAX_BEAMS,
         "max_score_candidates": MAX_CANDIDATES,
         "max_batch": MAX_BATCH,
         "max_list": _MAX_LISTED,

@@ -17,10 +17,11 @@ from ramet.api.server.branch_store import Entry, Turn
 from ramet.api.server.branch_verbs import Context, child_of, new_entry, new_tree, settle
 from ramet.api.server.chat_completions import ChatAnswer, chat_params, chat_prompt
 from ramet.api.server.errors import ApiError, invalid, unsupported
-from ramet.api.server.generating import Generating, grow
+from ramet.api.server.generating import Generating, abandon, grow
 from ramet.api.server.messages import normalised
 from ramet.api.server.schemas import ChatRequest
 from ramet.engine.async_work import Work
+from ramet.engine.beam_params import BeamSearchParams
 from ramet.engine.outputs import Choice, Delta, Output
 
 
@@ -49,6 +50,8 @@ async def _splice(context: Context, source: Entry, held: list[int], body: ChatRe
 async def keep(context: Context, body: ChatRequest, model: str, request: Request) -> Response:
     """A completion whose choices stay: one is the branch of the prompt itself, several are its children."""
     params = chat_params(body)
+    if isinstance(params, BeamSearchParams):
+        raise unsupported("store_branch", "is not for beams; see /v1/beam_search and return_branches")
     if body.prompt_logprobs is not None:
         raise unsupported("prompt_logprobs", "says nothing on a branch; see score and extend")
     entry = await _with_prompt(context, body)
@@ -128,7 +131,7 @@ class _Kept:
 
     async def read(self) -> list[Delta]:
         assert self._work is not None, "it has begun"
-        deltas = await self._work.read()
+        deltas = await self._generating.read(self._work)
         for delta in deltas:
             grow(self._choices[delta.index], delta)
             if delta.finish_reason is not None:
@@ -154,4 +157,4 @@ class _Kept:
         """What is not complete is let go of, and the prompt's branch with it if nothing is."""
         await self._generating.end_with(self._choices)
         if all(choice.finish_reason is None for choice in self._choices):
-            await self._generating.abandon(self._generating.entry)
+            await abandon(self._generating.context, self._generating.entry)

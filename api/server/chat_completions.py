@@ -8,15 +8,16 @@ from typing import Any
 from ramet.api.server.answers import Answer, finish_reason, finite
 from ramet.api.server.errors import invalid
 from ramet.api.server.messages import normalised
-from ramet.api.server.sampling import refuse_unsupported, sampling_params
+from ramet.api.server.sampling import beam_params, refuse_unsupported, sampling_params
 from ramet.api.server.schemas import ChatRequest
 from ramet.api.server.state import State
+from ramet.engine.beam_params import BeamSearchParams
 from ramet.engine.outputs import Delta
 from ramet.engine.sampler import TokenLogprob
 from ramet.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 
 
-def chat_params(body: ChatRequest) -> SamplingParams:
+def chat_params(body: ChatRequest) -> SamplingParams | BeamSearchParams:
     """What a chat completion asks for. Raises ApiError or InvalidInput."""
     refuse_unsupported(body)
     limits = {body.max_tokens, body.max_completion_tokens} - {None}
@@ -30,7 +31,8 @@ def chat_params(body: ChatRequest) -> SamplingParams:
             raise invalid("top_logprobs", f"must be between 0 and {MAX_LOGPROBS}")
     if body.logprobs:
         count = body.top_logprobs or 0
-    return sampling_params(body, max_tokens=limits.pop() if limits else None, logprobs=count)
+    params = beam_params if body.use_beam_search else sampling_params
+    return params(body, max_tokens=limits.pop() if limits else None, logprobs=count)
 
 
 async def chat_prompt(state: State, body: ChatRequest) -> list[int]:

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from ramet.api.server.answers import Answer, finish_reason, finite
-from ramet.api.server.errors import invalid
-from ramet.api.server.sampling import refuse_unsupported, sampling_params
+from ramet.api.server.errors import invalid, unsupported
+from ramet.api.server.sampling import beam_params, refuse_unsupported, sampling_params
 from ramet.api.server.schemas import CompletionRequest
 from ramet.api.server.state import State
+from ramet.engine.beam_params import BeamSearchParams
 from ramet.engine.outputs import Delta
 from ramet.engine.sampler import TokenLogprob
 from ramet.engine.sampling_params import MAX_LOGPROBS, SamplingParams
@@ -19,7 +20,7 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 MAX_CHOICES = 4096  # of all prompts together
 
 
-def completion_params(body: CompletionRequest, num_prompts: int) -> SamplingParams:
+def completion_params(body: CompletionRequest, num_prompts: int) -> SamplingParams | BeamSearchParams:
     """What a completion asks for. Raises ApiError or InvalidInput."""
     refuse_unsupported(body)
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
@@ -32,12 +33,17 @@ def completion_params(body: CompletionRequest, num_prompts: int) -> SamplingPara
         of_prompt = max(body.logprobs, of_prompt or 0)
     # A prompt alone still needs a run to its end: one token is made and not shown.
     max_tokens = 1 if max_tokens == 0 else max_tokens
-    params = sampling_params(body, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=of_prompt)
-    if body.best_of not in (None, params.n):
-        raise invalid("best_of", "must be n, as nothing is made that is not returned")
-    if params.n * num_prompts > MAX_CHOICES:
-        raise invalid("n", f"times the number of prompts must be at most {MAX_CHOICES}")
-    return params
+    made = body.best_of or body.n or 1
+    if made * num_prompts > MAX_CHOICES:
+        field = "n" if body.best_of is None else "best_of"
+        raise invalid(field, f"times the number of prompts must be at most {MAX_CHOICES}")
+    if body.use_beam_search:
+        if body.echo and body.logprobs is not None:
+            raise unsupported("echo", "with logprobs says nothing of beams")
+        return beam_params(body, max_tokens=max_tokens, logprobs=body.logprobs)
+    return sampling_params(
+        body, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=of_prompt, best_of=body.best_of
+    )
 
 
 class CompletionAnswer(Answer):

@@ -6,6 +6,7 @@ import re
 import time
 from urllib.parse import urlsplit
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -50,6 +51,8 @@ class Gate:
             await self.app(scope, self._bounded(receive), tagged)
         except ApiError as error:
             await _respond(error, scope, receive, tagged)
+        except ClientDisconnect:  # its body was still on the way: nobody is left to be told
+            scope["state"]["client_gone"] = True
         except Exception as error:
             log.error("a bug", error, request_id=request_id, path=scope["path"])
             if status:

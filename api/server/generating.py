@@ -122,14 +122,14 @@ class Generating:
             },
         }
 
+    async def read(self, work: Work[Any]) -> list[Delta]:
+        """What came since the last time; nothing if it was cancelled before there were children."""
+        deltas = await work.read()
+        return [] if self.into_children and not self.children else deltas
+
     async def choices(self, work: Work[Any]) -> list[Choice]:
         """All choices, once the last one has ended."""
-        try:
-            result = await work.result()
-        except BranchReleased:
-            if self.entry.gone:
-                raise
-            raise ApiError(409, "cancelled before the first token", code="cancelled") from None
+        result = await result_of(self.entry, work)
         return [branch.output for branch in result] if self.into_children else [result]
 
     async def end(self, *, abandoned: bool) -> None:
@@ -139,21 +139,32 @@ class Generating:
         await self._held.aclose()
         if abandoned:
             for child in self.children:
-                await self.abandon(child)
+                await abandon(self.context, child)
 
     async def end_with(self, choices: list[Choice]) -> None:
         """`end`, when the client has been told of those of `choices` that are complete."""
         await self.end(abandoned=False)
         for child, choice in zip(self.children, choices, strict=False):  # none may have been born
             if choice.finish_reason is None:
-                await self.abandon(child)
+                await abandon(self.context, child)
 
-    async def abandon(self, child: Entry) -> None:
-        """Let go of a child that nobody will hear of."""
-        if not child.gone:
-            self.context.store.remove(child, "pruned")
-            self.context.state.metrics.prunes.labels("abandoned").inc()
-        await child.branch.prune()
+
+async def abandon(context: Context, child: Entry) -> None:
+    """Let go of a child that nobody will hear of."""
+    if not child.gone:
+        context.store.remove(child, "pruned")
+        context.state.metrics.prunes.labels("abandoned").inc()
+    await child.branch.prune()
+
+
+async def result_of(entry: Entry, work: Work[Any]) -> Any:
+    """What comes out of the work on a branch. Raises ApiError if it was cancelled before it had any."""
+    try:
+        return await work.result()
+    except BranchReleased:
+        if entry.gone:
+            raise
+        raise ApiError(409, "cancelled before the first token", code="cancelled") from None
 
 
 def grow(choice: Choice, delta: Delta) -> None:

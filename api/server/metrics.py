@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from ramet.engine.beam_params import BeamSearchParams
 from ramet.engine.engine import Stats
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
@@ -65,6 +66,8 @@ class Metrics:
         self._cancelled = counter("cancelled", "Requests that were ended early.", "cause")
         self.forks = counter("forks", "Branches that were forked off others.")
         self.prunes = counter("prunes", "Branches that were let go of.", "reason")
+        self._beam_searches = counter("beam_searches", "Beam searches that were begun.")
+        self._beams = counter("beams", "Beams of these searches: the sum of their widths.")
         self.score_candidates = counter("score_candidates", "Continuations that were scored.")
         for cause in ("disconnect", "request"):
             self._cancelled.labels(cause)
@@ -81,6 +84,11 @@ class Metrics:
 
     def cancelled(self, count: int) -> None:
         self._cancelled.labels("request").inc(count)
+
+    def beams(self, params: BeamSearchParams, num_searches: int = 1) -> None:
+        """So many searches begin."""
+        self._beam_searches.inc(num_searches)
+        self._beams.inc(num_searches * params.num_beams)
 
     def timer(self, endpoint: str) -> Timer:
         return Timer(self._first_token.labels(endpoint), self._between_tokens.labels(endpoint))

@@ -15,8 +15,10 @@ from ramet.api.server.chat_completions import ChatAnswer, chat_params
 from ramet.api.server.completions import CompletionAnswer, completion_params
 from ramet.api.server.errors import not_found
 from ramet.api.server.json_body import StrictRoute
-from ramet.api.server.schemas import ChatRequest, CompletionRequest
-from ramet.api.server.state import request_id_of, state_of, tenant_of
+from ramet.api.server.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from ramet.api.server.state import State, request_id_of, state_of, tenant_of
+from ramet.engine.beam_params import BeamSearchParams
+from ramet.engine.sampling_params import SamplingParams
 
 router = APIRouter(route_class=StrictRoute)
 _MAX_UNREAD = 256  # tokens of a choice that wait for a slow client before the choice does
@@ -33,13 +35,13 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
             body.prompt, add_special_tokens=body.add_special_tokens is not False
         )
         params = completion_params(body, len(prompts))
-        answer = CompletionAnswer(state, body, model, prompts, params.n)
+        answer = CompletionAnswer(state, body, model, prompts, _count(state, params, len(prompts)))
         work = held.enter_context(
             state.engine.start(
                 prompts,
                 params,
                 namespace=tenant.namespace(body.cache_salt),
-                max_unread=_MAX_UNREAD if body.stream else None,
+                max_unread=_max_unread(body, params),
             )
         )
         works.append(work)
@@ -60,19 +62,32 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
         works = held.enter_context(tenant.running(request_id_of(request)))
         params = chat_params(body)
         prompt, namespace = await chat_branches.prompt_of(context, body)
-        answer = ChatAnswer(state, body, model, [prompt], params.n)
+        answer = ChatAnswer(state, body, model, [prompt], _count(state, params, 1))
         work = held.enter_context(
             state.engine.start(
                 [prompt],
                 params,
                 namespace=namespace,
-                max_unread=_MAX_UNREAD if body.stream else None,
+                max_unread=_max_unread(body, params),
             )
         )
         works.append(work)
         if body.stream:
             await work.started()  # an error is no stream yet
         return await respond(request, answer, work, held)
+
+
+def _count(state: State, params: SamplingParams | BeamSearchParams, num_prompts: int) -> int:
+    """How many choices each prompt gets."""
+    if isinstance(params, SamplingParams):
+        return params.n
+    state.metrics.beams(params, num_prompts)
+    return params.num_returned
+
+
+def _max_unread(body: GenerationRequest, params: SamplingParams | BeamSearchParams) -> int | None:
+    """A beam search has no tokens to tell before its end: a stream of it sends each choice as a whole."""
+    return _MAX_UNREAD if body.stream and isinstance(params, SamplingParams) else None
 
 
 @router.post("/v1/chat/completions/render")

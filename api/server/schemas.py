@@ -27,6 +27,7 @@ def _list_of(schema: dict[str, Any]) -> dict[str, Any]:
 Prompt = Annotated[Any, _one_of(_TEXT, _IDS, _list_of(_TEXT), _list_of(_IDS))]
 Stop = Annotated[Any, _one_of(_TEXT, _list_of(_TEXT), _NULL)]
 Content = Annotated[Any, _one_of(_TEXT, _list_of({"type": "object"}), _NULL)]
+EarlyStopping = Annotated[Any, _one_of({"type": "boolean"}, {"const": "never"}, _NULL)]
 # Accepted with the values that ask for nothing; see UNSUPPORTED.
 Neutral = Annotated[
     Any, WithJsonSchema({"description": "Not supported, but for values that ask for nothing."})
@@ -105,7 +106,6 @@ class GenerationRequest(SamplingFields):
         "guided_regex": (),
         "guided_choice": (),
         "guided_grammar": (),
-        "use_beam_search": (False,),
         "bad_words": ([],),
         "logprobs_mode": ("raw", "raw_logprobs"),
         "service_tier": ("auto", "default"),
@@ -118,6 +118,9 @@ class GenerationRequest(SamplingFields):
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    use_beam_search: bool | None = Field(None, description="The n best of a beam search n wide.")
+    length_penalty: float | None = None
+    early_stopping: EarlyStopping = None
     # Labels: they may be sent, and change nothing.
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -131,7 +134,6 @@ class GenerationRequest(SamplingFields):
     guided_regex: Neutral = None
     guided_choice: Neutral = None
     guided_grammar: Neutral = None
-    use_beam_search: Neutral = None
     bad_words: Neutral = None
     logprobs_mode: Neutral = None
     service_tier: Neutral = None

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from ramet import BeamSearchParams
 from ramet.api import bench_search
 from ramet.api.bench_search import WAYS, WORKLOADS, Cost, beam_bound, num_fed, report_of
-from ramet.api.cpu_ramet import Ramet
 from ramet.api.workloads import BEAM, Request, Workload, build
 from tests.conftest import MakeLLM
 
@@ -42,7 +42,8 @@ def test_flat_beams_are_beams(make_tiny: MakeLLM) -> None:
     assert call.mode == BEAM
     prompt = list(range(call.prompt_length))
     flat = bench_search.flat_beams(make_tiny(), Request(call, prompt), True)
-    assert flat == Ramet(make_tiny())._beams(prompt, call)
+    params = BeamSearchParams(num_beams=call.n, max_tokens=call.max_tokens, length_penalty=0.0)
+    assert flat == [choice.token_ids for choice in make_tiny().generate(prompt, params)[0].choices]
 
 
 def test_beams_hold_no_more_than_they_must(make_tiny: MakeLLM) -> None:

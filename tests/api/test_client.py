@@ -16,7 +16,7 @@ import ramet
 from ramet.api import async_client, client, client_calls
 from ramet.api.async_client import AsyncClient
 from ramet.api.client import Client
-from ramet.api.client_calls import Choice, Delta, EventReader
+from ramet.api.client_calls import BeamProgress, Choice, Delta, EventReader
 from tests.api.serving import LETTERS, Serve, Serving, Steps, byte_tokenizer, make_llm
 
 HI = [{"role": "user", "content": "hi"}]
@@ -67,6 +67,37 @@ def test_the_verbs_are_those_of_a_branch_in_process(shared: Serving) -> None:
         assert there.release().num_branches == 1
         assert there.prune() == client_calls.Freed(0, 0, 0)  # it is gone already
         assert client.limits()["max_n"] == 128
+
+
+def test_beam_searches_give_branches_and_tell_their_progress(shared: Serving) -> None:
+    expected = [beam.output for beam in make_llm().beam_search("hello", num_beams=3, max_tokens=5)]
+    heard: list[BeamProgress] = []
+
+    async def twin() -> None:
+        async with AsyncClient(shared.url) as other:
+            beams = await other.beam_search("hello", num_beams=3, max_tokens=5)
+            more = await (await other.get(beams[0].info["parent_id"])).beam_search(
+                num_beams=3, max_tokens=5, on_progress=heard.append
+            )
+            for found in (beams, more):
+                assert [beam.output.text for beam in found if beam.output] == [
+                    one.text for one in expected if one
+                ]
+            await other.delete_tree(beams[0].tree_id)
+
+    with Client(shared.url) as client, client.branch("hello") as root:
+        beams = root.beam_search(num_beams=3, max_tokens=5)
+        for beam, known in zip(beams, expected, strict=True):
+            assert known is not None and beam.output is not None
+            assert (beam.output.text, beam.output.token_ids) == (known.text, known.token_ids)
+            assert beam.output.score == pytest.approx(known.score)
+            assert beam.output.beam_indices == known.beam_indices
+            assert beam.token_ids == root.token_ids + known.token_ids
+        asyncio.run(twin())
+        told = client.beam_search(messages=HI, num_beams=2, max_tokens=3, on_progress=heard.append)
+        assert heard[-1].num_tokens == 3 and told[0].output is not None
+        assert heard[-1].text == told[0].output.text
+        client.delete_tree(told[0].tree_id)
 
 
 def test_streams_give_pieces_and_then_choices(shared: Serving) -> None:

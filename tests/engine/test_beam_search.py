@@ -14,7 +14,16 @@ from typing import Any
 
 import pytest
 
-from ramet import LLM, AsyncLLM, BeamProgress, Branch, InvalidInput, OutOfCapacity, SamplingParams
+from ramet import (
+    LLM,
+    AsyncLLM,
+    BeamProgress,
+    BeamSearchParams,
+    Branch,
+    InvalidInput,
+    OutOfCapacity,
+    SamplingParams,
+)
 from ramet.engine.beam_search import BeamSearch
 from ramet.engine.branch import prune_all
 from ramet.engine.errors import StepFailed
@@ -347,6 +356,31 @@ def test_raw_scores_are_sums() -> None:
     assert all(c.score == pytest.approx(c.cumulative_logprob) for c in raw)
 
 
+def test_generate_with_beams_gives_outputs_and_keeps_nothing_but_cache(make_tiny: MakeLLM) -> None:
+    llm = make_tiny(num_blocks=128)
+    prompts = [tokens(21), tokens(40, 1), tokens(21)]
+    params = BeamSearchParams(num_beams=3, num_return_sequences=2, max_tokens=6)
+    outputs = llm.generate(prompts, params)
+    check_idle(llm)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        expected = search(make_tiny(), prompt, num_beams=3, num_return_sequences=2, max_tokens=6)
+        assert output.prompt_token_ids == prompt
+        assert [choice.token_ids for choice in output.choices] == [choice.token_ids for choice in expected]
+        assert [choice.index for choice in output.choices] == [0, 1]
+    assert llm.generate(prompts[1], params)[0].num_cached_tokens >= 32
+    llm.generate(prompts[1], params, cache=False)
+    for bad in ([[1], []], [[1], [512]]):
+        with pytest.raises(InvalidInput, match="prompt"):
+            llm.generate(bad, params)
+    with pytest.raises(OutOfCapacity):
+        llm.generate([[1], [2] * 5000], params)
+    with pytest.raises(StepFailed), fail_forward(llm, 2):
+        llm.generate(prompts, params)
+    with pytest.raises(InvalidInput, match="params"):
+        llm.generate(prompts, params, max_tokens=3)
+    check_idle(llm)
+
+
 # -- progress, errors and ends -----------------------------------------------------------------------------
 
 
@@ -519,16 +553,12 @@ def test_the_asynchronous_twins_do_the_same_and_a_caller_who_leaves_leaves_nothi
             several = await asyncio.gather(
                 llm.beam_search(prompt, **settings),
                 root.beam_search(on_progress=heard.append, **settings),
-                root.beam_search(**settings),
-                return_exceptions=True,
             )
-            for beams in several[:2]:
-                assert not isinstance(beams, BaseException)
+            for beams in several:
                 assert [beam.token_ids[13:] for beam in beams] == expected
                 assert [beam.token_ids for beam in await beams[0].fork(2)] == [beams[0].token_ids] * 2
                 for beam in beams:
                     await beam.prune()
-            assert isinstance(several[2], InvalidInput), "a branch does one thing at a time"
             assert [one.num_tokens for one in heard] == [1, 2, 3, 4, 5, 6]
             leaving = asyncio.create_task(root.beam_search(num_beams=3, max_tokens=500))
             while (await llm.stats()).num_running != 3:

@@ -17,7 +17,7 @@ import torch
 from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from ramet import LLM, Branch, OutOfCapacity, SamplingParams, StepFailed
+from ramet import LLM, BeamSearchParams, Branch, OutOfCapacity, SamplingParams, StepFailed
 from ramet.engine.outputs import Choice, Delta
 from ramet.radix.prefix_cache import Copy
 from ramet.testing import (
@@ -42,6 +42,16 @@ PARAMS = st.builds(
     max_tokens=st.one_of(st.integers(1, 24), st.none()),
     ignore_eos=st.booleans(),
     stop_token_ids=st.sampled_from([(), (), (2,)]),
+)
+BEAMS = st.builds(
+    BeamSearchParams,
+    num_beams=st.integers(1, 4),
+    max_tokens=st.integers(1, 12),
+    length_penalty=st.sampled_from([0.0, 1.0, -1.0]),
+    early_stopping=st.sampled_from([False, True, "never"]),
+    ignore_eos=st.booleans(),
+    stop_token_ids=st.sampled_from([(), (2,)]),
+    repetition_penalty=st.sampled_from([1.0, 1.5]),
 )
 
 
@@ -101,6 +111,11 @@ MODEL = ScriptedModel(logits_after, vocab_size=VOCABULARY, eos_token_ids=frozens
 
 def alone(past: list[int], params: SamplingParams, room: int) -> list[Choice]:
     """The choices of an engine that does nothing else; `room` tokens of one sequence can have KV."""
+    llm = LLM(MODEL, num_blocks=-(-room // 16) + 40, max_model_len=room)
+    return llm.generate(past, params)[0].choices
+
+
+def beams_alone(past: list[int], params: BeamSearchParams, room: int) -> list[Choice]:
     llm = LLM(MODEL, num_blocks=-(-room // 16) + 40, max_model_len=room)
     return llm.generate(past, params)[0].choices
 
@@ -303,6 +318,26 @@ class Branches(RuleBasedStateMachine):
             children = branch.expand(params=each)
         expected = [alone(self.past[branch], params, self.room)[0] for params in each]
         self.check_children(branch, children, expected)
+
+    @rule(pick=PICK, params=BEAMS, fault=FAULT, at=st.integers(0, 6))
+    def beam_search(self, pick: int, params: BeamSearchParams, fault: Any, at: int) -> None:
+        branch = self.pick(pick)
+        if branch is None or len(self.past) + params.num_returned > MOST_BRANCHES:
+            return
+        past = self.past[branch]
+        expected = beams_alone(past, params, self.room) if len(past) <= self.room else None
+        try:
+            with self.fault(fault, at):
+                children = branch.beam_search(params)
+        except OutOfCapacity:
+            assert expected is None
+        except ENDED:
+            assert fault in MAY_RAISE or self.streams
+            assert set(branch.children) <= set(self.past), "beams of a search that failed are gone"
+        else:
+            assert expected is not None
+            assert [child.output.score for child in children if child.output] == [c.score for c in expected]
+            self.check_children(branch, children, expected)
 
     def check_children(self, branch: Branch, children: list[Branch], expected: list[Choice]) -> None:
         self.agree([child.output for child in children if child.output], expected)

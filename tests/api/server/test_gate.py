@@ -11,6 +11,7 @@ import pytest
 
 from ramet.api.server import meta
 from ramet.api.server.log import JsonLines
+from tests.api.server.test_metrics import scrape
 from tests.api.serving import Serve, Serving, error_of
 
 KEY, OTHER = "sk-first-0001", "sk-other-0002"
@@ -100,3 +101,16 @@ def test_what_is_no_http_does_no_harm(shared: Serving) -> None:
         with socket.create_connection(("127.0.0.1", int(shared.url.rsplit(":", 1)[1]))) as raw:
             raw.sendall(garbage)
     assert shared.get("/health").status_code == 200
+
+
+def test_a_client_that_goes_before_its_body_has_come_is_no_bug(shared: Serving) -> None:
+    def gone() -> float:
+        return scrape(shared)["ramet_cancelled_total", "cause=disconnect"]
+
+    before = gone()
+    for key in (b"", b"Idempotency-Key: k\r\n"):
+        raw = socket.create_connection(("127.0.0.1", int(shared.url.rsplit(":", 1)[1])))
+        raw.sendall(b"POST /v1/branches HTTP/1.1\r\nHost: localhost\r\n" + key)
+        raw.sendall(b'Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{"prompt": ')
+        raw.close()
+    shared.wait_until(lambda: gone() > before)
