@@ -26,10 +26,13 @@ async def vote(llm: AsyncLLM, problem: Problem, n: int, seed: int) -> Outcome:
 
 async def run(seeds: Sequence[int], n: int, console: Console, llm: AsyncLLM) -> list[Tally]:
     problems = [(seed, deal(seed)) for seed in seeds]
-    tallies = [
-        await tally(llm, name, problems, lambda one, k=k: vote(llm, one[1], k, 1000 * one[0]), console)
-        for name, k in (("one chain of thought", 1), (f"what most of {n} say", n))
-    ]
+    tallies = []
+    for name, k in (("one chain of thought", 1), (f"what most of {n} say", n)):
+
+        async def solve(one: tuple[int, Problem], k: int = k) -> Outcome:
+            return await vote(llm, one[1], k, 1000 * one[0])
+
+        tallies.append(await tally(llm, name, problems, solve, console))
     show(f"{len(problems)} sums of three numbers", tallies, console)
     return tallies
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 PROMPT = """\
 Q: 23 + 5 + 4
@@ -28,7 +28,7 @@ Q: 41 + 9 + 6
 A: 56
 
 Q: """
-SAMPLING = {"max_tokens": 32, "temperature": 0.7, "stop": ["\n\n"]}
+SAMPLING: dict[str, Any] = {"max_tokens": 32, "temperature": 0.7, "stop": ["\n\n"]}
 
 
 class Problem(NamedTuple):

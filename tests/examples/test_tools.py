@@ -25,7 +25,7 @@ def test_what_is_no_sum_is_an_error_and_raises_nothing(text: str) -> None:
 
 
 def test_python_says_what_was_printed_or_what_went_wrong() -> None:
-    async def main() -> list[str]:
+    async def main() -> tuple[str, str, str, str]:
         return await asyncio.gather(
             python("print(213 * 47)"),
             python("1 / 0"),
@@ -41,7 +41,7 @@ def test_python_says_what_was_printed_or_what_went_wrong() -> None:
 
 
 def test_a_program_that_takes_too_much_is_stopped(tmp_path: Path) -> None:
-    async def main() -> list[str]:
+    async def main() -> tuple[str, str, str, str]:
         return await asyncio.gather(
             python("while True: pass", seconds=0.5),
             python("import time; time.sleep(60)", seconds=0.5),

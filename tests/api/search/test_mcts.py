@@ -10,6 +10,7 @@ import pytest
 
 from ramet import search
 from ramet.api.search.node import Node
+from ramet.api.search.policy import call
 from tests.api.search.conftest import Place, letters, run, word_value
 from tests.api.serving import LETTERS
 
@@ -140,7 +141,7 @@ def test_an_answer_that_is_good_enough_ends_what_is_under_way(place: Place) -> N
         return bool(node.transcript == "abb")
 
     async def value(node: Any) -> float:
-        believed = await search.self_evaluation("so?", "y", "n")(node)
+        believed: float = await call(search.self_evaluation("so?", "y", "n"), node)
         return 1.0 if node.finished else min(0.5, believed)
 
     for _ in range(5):
