@@ -31,6 +31,7 @@ from ramet.engine.sampling_params import SamplingParams
 from ramet.engine.scoring import Normalize
 from ramet.engine.sequence import Hold
 from ramet.engine.tokenizer import Tokenizer
+from ramet.kernels import openmp
 
 # What the thread is to do between two steps, and who is told if it never will.
 Command: TypeAlias = tuple[Callable[[], None], tuple["Future[Any]", ...]]
@@ -49,6 +50,7 @@ class AsyncLLM:
         self._commands: SimpleQueue[Command | None] = SimpleQueue()
         self._tasks: list[Task] = []
         self._closed = False
+        openmp.dismiss_team()  # of the thread that loaded the model: another one computes from here on
         self._thread = threading.Thread(target=self._serve, name="ramet-engine", daemon=True)
         self._thread.start()
 
@@ -457,10 +459,10 @@ class AsyncBranch:
     async def score(
         self, candidates: Seq[Prompt], *, suffix: Prompt | None = None, normalize: Normalize = "none"
     ) -> list[Score]:
-        return await self.llm._run(lambda: self._branch._scoring(candidates, suffix, normalize))
+        return await self.llm._run(lambda: self._branch._scoring(candidates, suffix, normalize, aside=True))
 
     async def next_tokens(self, labels: Seq[str | int], *, suffix: Prompt | None = None) -> list[NextToken]:
-        return await self.llm._run(lambda: self._branch._naming(labels, suffix))
+        return await self.llm._run(lambda: self._branch._naming(labels, suffix, aside=True))
 
     async def truncate(self, position: int) -> None:
         await self.llm._call(lambda: self._branch.truncate(position))

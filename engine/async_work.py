@@ -176,7 +176,9 @@ class Work(Generic[T]):
 
 async def _outcome(future: Future[T]) -> T:
     """What a future of the thread gives. Whoever waits may be cancelled; the future is not."""
-    if not future.done():
+    if future.done():
+        await asyncio.sleep(0)  # what the thread told the loop before comes first
+    else:
         loop = asyncio.get_running_loop()
         done = loop.create_future()
 

@@ -308,7 +308,9 @@ class Branch:
         self._check_unused()
         return self.llm._drive(self._naming(labels, suffix))
 
-    def _naming(self, labels: Seq[str | int], suffix: Prompt | None = None) -> Operation[list[NextToken]]:
+    def _naming(
+        self, labels: Seq[str | int], suffix: Prompt | None = None, *, aside: bool = False
+    ) -> Operation[list[NextToken]]:
         candidates = []
         for label in checked_list("labels", labels, "tokens"):
             if isinstance(label, str):
@@ -319,11 +321,16 @@ class Branch:
                 limit = f"must be one token each, and one is {len(token_ids)}; see score()"
                 raise InvalidInput("labels", limit, label)
             candidates.append(token_ids)
-        scores = yield from self._scoring(candidates, suffix)
+        scores = yield from self._scoring(candidates, suffix, aside=aside)
         return [NextToken(one.token_ids[0], one.first_logit, one.logprob, one.is_greedy) for one in scores]
 
     def _scoring(
-        self, candidates: Seq[Prompt], suffix: Prompt | None = None, normalize: Normalize = "none"
+        self,
+        candidates: Seq[Prompt],
+        suffix: Prompt | None = None,
+        normalize: Normalize = "none",
+        *,
+        aside: bool = False,
     ) -> Operation[list[Score]]:
         self._check_live()
         check_normalize(normalize)
@@ -336,7 +343,7 @@ class Branch:
             engine.check_length(len(self) + len(after) + len(token_ids) - 1)
         if not many:
             return []
-        scores = yield from scoring(engine, self._sequence, many, after)
+        scores = yield from scoring(engine, self._sequence, many, after, aside=aside)
         lengths = [len(ids) if in_bytes is None else sum(len(in_bytes[i]) for i in ids) for ids in many]
         values = normalized(normalize, [one.logprob for one in scores], lengths)
         return [replace(one, score=value) for one, value in zip(scores, values, strict=True)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Literal
 
 from ramet.engine.branch import Branch
 from ramet.radix.cursor import BlockTable
@@ -23,6 +24,10 @@ class BranchLook:
     shared_blocks: int  # that other live branches have too, whoever's they are
     exclusive_blocks: int
     cached_tokens: int  # of the prompt it began with, found in the cache
+
+    @property
+    def state(self) -> Literal["generating", "parked", "idle"]:
+        return "generating" if self.running else "parked" if self.parked else "idle"
 
 
 @dataclass(frozen=True)

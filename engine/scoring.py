@@ -39,20 +39,20 @@ def normalized(how: Normalize, logprobs: Seq[float], lengths: Seq[int]) -> list[
 
 
 def scoring(
-    engine: Engine, sequence: Sequence, candidates: list[list[int]], suffix: Seq[int]
+    engine: Engine, sequence: Sequence, candidates: list[list[int]], suffix: Seq[int], *, aside: bool
 ) -> Operation[list[Score]]:
     """Score candidates after `sequence` and `suffix`: one step, and one before if tokens are to be computed.
 
-    Of a sequence that runs, what is there so far is scored.
+    Of a sequence that runs, what is there so far is scored. With `aside` it may be used meanwhile.
     """
-    if not suffix and sequence.run is None:
+    if not (suffix or aside) and sequence.run is None:
         return (yield from _scoring_on(engine, sequence, candidates))
-    aside = engine.fork(sequence, keep=True)
-    aside.token_ids += suffix
+    fork = engine.fork(sequence, keep=True)
+    fork.token_ids += suffix
     try:
-        return (yield from _scoring_on(engine, aside, candidates))
+        return (yield from _scoring_on(engine, fork, candidates))
     finally:
-        engine.release(aside, prune=True)
+        engine.release(fork, prune=True)
 
 
 def _scoring_on(engine: Engine, sequence: Sequence, candidates: list[list[int]]) -> Operation[list[Score]]:

@@ -16,8 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch
-
+from ramet.kernels import openmp
 from ramet.kernels.user_cache import user_cache_dir
 
 log = logging.getLogger("ramet")
@@ -57,7 +56,9 @@ def _built(folder: Path) -> Path:
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
         raise Unavailable(f"no C compiler found (looked for {', '.join(_COMPILERS)})")
-    runtime = _openmp_runtime()
+    runtime = openmp.runtime()  # with a second one, two teams would fight for the cores
+    if runtime is None:
+        raise Unavailable("torch runs without GNU OpenMP")
     identity = _identity(compiler, runtime)
     for kept in folder.glob(_name(identity, "*")):
         if kept.name == _name(identity, _digest(kept)):  # a damaged one would end the process
@@ -76,17 +77,6 @@ def _name(identity: str, digest: str) -> str:
 
 def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-
-
-def _openmp_runtime() -> str:
-    """The OpenMP runtime that torch has loaded: with a second one, two teams would fight for the cores."""
-    torch.get_num_threads()
-    # Any file may be mapped, under a name in any encoding.
-    for line in os.fsdecode(Path("/proc/self/maps").read_bytes()).splitlines():
-        path = line.split(maxsplit=5)[-1]
-        if os.path.basename(path).startswith("libgomp"):
-            return path
-    raise Unavailable("torch runs without GNU OpenMP")
 
 
 def _identity(compiler: str, runtime: str) -> str:

@@ -5,25 +5,14 @@ A branch may be one in process (`AsyncBranch`) or one on a server (`AsyncClient`
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic
 
+from ramet.api.search.branches import B
+from ramet.api.search.tasks import all_of, to_the_end
 from ramet.engine.checks import check_int
 from ramet.engine.errors import InvalidInput
-
-
-class SearchBranch(Protocol):
-    """What is asked of a branch."""
-
-    async def fork(self, n: int = 1) -> list[Self]: ...
-    async def extend(self, text: list[int]) -> object: ...
-    async def generate(self, **settings: Any) -> Any: ...
-    async def prune(self) -> object: ...
-
-
-B = TypeVar("B", bound=SearchBranch)
 
 
 @dataclass(frozen=True)
@@ -66,24 +55,26 @@ class BranchSearch(Generic[B]):
     async def run(self, num_nodes: int, *, batch_size: int = 8) -> None:
         """Add nodes, up to `batch_size` of them at a time; each is told as soon as it is there.
 
-        If one fails, those that are under way with it leave nothing behind, and its error comes in a group.
+        If one fails, those that are under way with it leave nothing behind, and its error is raised.
         """
         check_int("num_nodes", num_nodes, 1, None)
         check_int("batch_size", batch_size, 1, None)
         for start in range(0, num_nodes, batch_size):
             size = min(batch_size, num_nodes - start)
             self.state, trials = self.algorithm.ask_batch(self.state, size, list(self.actions))
-            async with asyncio.TaskGroup() as group:
-                for trial in trials:
-                    group.create_task(self._try(trial))
+            await all_of(self._try(trial) for trial in trials)
 
     async def branch(self, thought: Thought) -> B:
         """The branch of a node, made again from its tokens if this search never had it."""
-        if thought.token_ids not in self._branches:
-            (branch,) = await self.root.fork()
+        if thought.token_ids in self._branches:
+            return self._branches[thought.token_ids]
+        (branch,) = await self.root.fork()
+        try:
             await branch.extend(list(thought.token_ids))
-            self._branches[thought.token_ids] = branch
-        return self._branches[thought.token_ids]
+        except BaseException:
+            await to_the_end(branch.prune())
+            raise
+        return await self._keep(thought, branch)
 
     async def _try(self, trial: Any) -> None:
         above: Thought = trial.parent_state or Thought((), "")
@@ -93,8 +84,15 @@ class BranchSearch(Generic[B]):
             choice = await child.generate(**self.actions[trial.action])
             score = await self.value(child)
         except BaseException:
-            await child.prune()
+            await to_the_end(child.prune())
             raise
         thought = Thought((*above.token_ids, *choice.token_ids), choice.text)
-        self._branches[thought.token_ids] = child
+        await self._keep(thought, child)
         self.state = self.algorithm.tell(self.state, trial.trial_id, (thought, score))
+
+    async def _keep(self, thought: Thought, branch: B) -> B:
+        """Nodes that say the same share the first's branch."""
+        kept = self._branches.setdefault(thought.token_ids, branch)
+        if kept is not branch:
+            await to_the_end(branch.prune())
+        return kept

@@ -6,6 +6,8 @@ import copy
 from collections.abc import Mapping, Sequence as Seq
 from typing import Any, TypeAlias
 
+import torch
+
 from ramet.api.adapters.choices import choices_of
 from ramet.engine.errors import InvalidInput
 from ramet.engine.llm import LLM
@@ -20,7 +22,7 @@ class Rollout:
     model in memory, and one load a generation.
 
     Args:
-        settings: those of LLM, such as `num_blocks`.
+        settings: those of LLM. Give `num_blocks` on a GPU, where LLM takes what is free for its pool.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -39,6 +41,8 @@ class Rollout:
             raise InvalidInput(
                 "temperature", "must be 1: log-probabilities are those of the model", args.temperature
             )
+        if trainer.tools:
+            raise InvalidInput("tools", "must be called by a rollout_func of your own, over branches")
         if self.llm is None or self._step != trainer.state.global_step:
             self.llm = None  # before there is another
             self.llm = LLM(_copy_of(trainer), trainer.processing_class, **self.settings)
@@ -71,6 +75,7 @@ def _copy_of(trainer: Any) -> Any:
     model = trainer.accelerator.unwrap_model(trainer.model)
     if hasattr(model, "peft_config"):
         raise InvalidInput("model", "must not be one of peft: merge its adapters first")
-    other = type(model)(copy.deepcopy(model.config)).to(device=model.device, dtype=model.dtype)
+    with torch.random.fork_rng(devices=[]):  # weights drawn for nothing are not to change the training
+        other = type(model)(copy.deepcopy(model.config)).to(device=model.device, dtype=model.dtype)
     other.load_state_dict(model.state_dict())
     return other

@@ -119,8 +119,7 @@ class _Search(Generic[B]):
                 if not tasks:
                     return
                 ended, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                for task in ended:
-                    task.result()
+                await asyncio.gather(*ended)  # the first error, and the others are known, too
                 if self._has_enough:
                     return
         finally:

@@ -114,7 +114,7 @@ class Node(Generic[B]):
         scores: list[Likelihood] = []
         for first in range(0, len(candidates), _MOST_CANDIDATES):
             scores += await self.branch.score(candidates[first : first + _MOST_CANDIDATES], suffix=suffix)
-        num_suffix = await self.tree.num_tokens_of(suffix) if suffix and scores else 0
+        num_suffix = await self.tree.num_tokens_of(suffix, self.branch) if suffix and scores else 0
         num_new = sum(len(score.token_ids) for score in scores)
         self.tree.count(num_suffix + num_new, len(scores) * (self.position + num_suffix) + num_new)
         return scores

@@ -29,5 +29,6 @@ async def to_the_end(coroutine: Coroutine[Any, Any, T]) -> T:
         except asyncio.CancelledError as error:
             cancelled = error
     if cancelled is not None:
+        task.exception()  # nobody else will ask
         raise cancelled
     return task.result()

@@ -80,12 +80,12 @@ class Tree(Generic[B]):
         await to_the_end(all_of(node.branch.release() for node in kept if node is not best))
         return Found(best, answers or [best], self, votes or {})
 
-    async def num_tokens_of(self, text: str) -> int:
-        """How many tokens a text has after the root's; computed once."""
+    async def num_tokens_of(self, text: str, branch: B) -> int:
+        """How many tokens a text has; the first time it is tried on a fork of `branch`."""
         if text not in self._lengths:
-            (branch,) = await self.root.branch.fork()
-            self._lengths[text] = len(await branch.extend(text))
-            await branch.prune()
+            (fork,) = await branch.fork()
+            self._lengths[text] = len(await fork.extend(text))
+            await fork.prune()
         return self._lengths[text]
 
     def count(self, num_new: int, num_flat: int) -> None:

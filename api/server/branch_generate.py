@@ -142,7 +142,7 @@ class _Told:
         yield DONE
 
     async def _parts(self) -> AsyncGenerator[bytes]:
-        while deltas := await self._work.read():
+        while deltas := await self._generating.read(self._work):
             self._timer.tokens(max(len(delta.token_ids) for delta in deltas))
             for delta in deltas:
                 choice = self._choices[delta.index]

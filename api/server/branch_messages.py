@@ -67,8 +67,8 @@ def history_of(
     As far as the messages are those that the branch holds, its own tokens stay, whatever the tokenizer would
     have made of the model's replies; from there on it is the rendering.
     """
-    ends = [turn.start for turn in turns[1:]] + [len(held)]
-    for turn, end in reversed(list(zip(turns, ends, strict=True))):
+    ends = [*(turn.start for turn in turns[1:]), len(held)]
+    for turn, end in reversed(list(zip(turns, ends, strict=False))):  # a branch may hold no messages
         replied = [*turn.messages, *_reply(text, held[turn.end : end])]
         for known, position in ((replied, end), (turn.messages, turn.end)):
             if messages[: len(known)] == known:

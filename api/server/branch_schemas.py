@@ -11,12 +11,14 @@ from ramet.engine.scoring import Normalize
 
 MAX_BATCH = 256
 MAX_CANDIDATES = 256
+MAX_ANNOTATIONS = 32
 
 _METADATA = Field(None, max_length=16, description="Up to 16 pairs: keys of 64, values of 512 characters.")
 Key = Annotated[str, Field(min_length=1, max_length=64)]
 Name = Annotated[str, Field(max_length=128)]
-Metadata = Annotated[dict[Key, Annotated[str, Field(max_length=512)]] | None, _METADATA]
-Annotations = Annotated[dict[Key, float | str] | None, Field(None, max_length=32)]
+Text = Annotated[str, Field(max_length=512)]
+Metadata = Annotated[dict[Key, Text] | None, _METADATA]
+Annotations = Annotated[dict[Key, float | Text] | None, Field(None, max_length=MAX_ANNOTATIONS)]
 Position = Annotated[
     Any,
     WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string"}, {"type": "null"}]}),

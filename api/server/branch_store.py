@@ -12,8 +12,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from ramet.api.server.branch_schemas import Lease, Settable
-from ramet.api.server.errors import ApiError, not_found
+from ramet.api.server.branch_schemas import MAX_ANNOTATIONS, Lease, Settable
+from ramet.api.server.errors import ApiError, invalid, not_found
 from ramet.api.server.events import EventLog
 from ramet.api.server.ids import new_id
 from ramet.engine.async_llm import AsyncBranch
@@ -64,6 +64,11 @@ class Entry:
     @property
     def parent_id(self) -> str | None:
         return self.path[-1] if self.path else None
+
+    def check(self, body: Settable) -> None:
+        """Raise ApiError if `set` would make the annotations too many."""
+        if len({**self.annotations, **(body.annotations or {})}) > MAX_ANNOTATIONS:
+            raise invalid("annotations", f"must be at most {MAX_ANNOTATIONS} of a branch in all")
 
     def set(self, body: Settable) -> None:
         """Take over what was given, beside the lease and the pin."""

@@ -62,7 +62,8 @@ async def create(context: Context, body: CreateRequest) -> dict[str, Any]:
         raise invalid("messages", "or prompt, token_ids or from must be given, and only one of them")
     if body.from_ is not None:
         source = store.get(body.from_.branch_id)
-        (child,) = await _fork(context, source, 1, body.from_.position, body)
+        position = _position(source, body.from_.position, "from.position")
+        (child,) = await _fork(context, source, 1, position, body)
         return await show_branch(state, child)
     tree = None if body.tree_id is None else store.tree(body.tree_id)
     store.check_room(tree, 1)
@@ -100,15 +101,14 @@ async def tokens_of(
 
 async def fork(context: Context, entry: Entry, body: ForkRequest) -> dict[str, Any]:
     """`n` children, at any position, also while the branch generates."""
-    children = await _fork(context, entry, body.n or 1, body.at, body)
+    children = await _fork(context, entry, body.n or 1, _position(entry, body.at, "at"), body)
     return {"object": "list", "data": await show_branches(context.state, children)}
 
 
-async def _fork(context: Context, entry: Entry, n: int, at: object, body: Settable) -> list[Entry]:
+async def _fork(context: Context, entry: Entry, n: int, at: int | None, body: Settable) -> list[Entry]:
     state, store = context.state, context.store
     store.check_room(entry.tree, n)
-    position = _position(entry, at, "at")
-    branches = await entry.branch.fork(n, at=position)
+    branches = await entry.branch.fork(n, at=at)
     children = [child_of(state, entry, branch, len(branch)) for branch in branches]
     await settle(context, children, body)
     await leases.use(state, entry)
@@ -220,8 +220,8 @@ async def truncate(context: Context, entry: Entry, body: TruncateRequest) -> dic
         raise invalid("position", "or checkpoint must be given, and not both")
     async with entry.turn():
         check_position(entry, body.expect_position)
-        at = body.position if body.checkpoint is None else body.checkpoint
-        position = _position(entry, at, "position")
+        field = "position" if body.checkpoint is None else "checkpoint"
+        position = _position(entry, getattr(body, field), field)
         assert position is not None, "one of the two is given"
         await entry.branch.truncate(position)
         entry.cut(position)
@@ -232,7 +232,7 @@ async def truncate(context: Context, entry: Entry, body: TruncateRequest) -> dic
 
 async def promote(context: Context, entry: Entry, body: PromoteRequest) -> dict[str, Any]:
     """Keep this branch, what it grew from and what grew from it; prune the rest below an ancestor."""
-    ancestor = body.ancestor or entry.parent_id
+    ancestor = entry.parent_id if body.ancestor is None else body.ancestor
     if ancestor == "root":
         ancestor = entry.path[0] if entry.path else None
     if ancestor is not None and ancestor not in entry.path:
@@ -285,8 +285,10 @@ def _freed(context: Context, num_branches: int, num_blocks: int) -> dict[str, An
 
 async def patch(context: Context, entry: Entry, body: PatchRequest) -> dict[str, Any]:
     """Say something else of a branch; what is not given stays as it is."""
-    entry.mark(body.checkpoint)
+    entry.check(body)
+    entry.check_mark(body.checkpoint)
     await leases.set_lease(context.state, entry, body)
+    entry.mark(body.checkpoint)
     entry.set(body)
     entry.tree.events.add("branch.updated", {"branch_id": entry.id, "annotations": entry.annotations})
     return await show_branch(context.state, entry)

@@ -47,7 +47,7 @@ def _show(state: State, entry: Entry, look: BranchLook, parts: set[str]) -> dict
         "parent_id": entry.parent_id,
         "forked_at": entry.forked_at,
         "name": entry.name,
-        "state": "generating" if look.running else "parked" if look.parked else "idle",
+        "state": look.state,
         "position": look.position,
         "depth": len(entry.path),
         "children": sum(1 for one in entry.tree.branches.values() if one.parent_id == entry.id),

@@ -89,9 +89,8 @@ async def list_branches(
         if tree_id in (None, one.tree.id) and parent_id in (None, one.parent_id)
     ]
     if state is not None:
-        shown = await show_branches(context.state, entries)
-        there = {one["id"] for one in shown if one["state"] == state}
-        entries = [one for one in entries if one.id in there]
+        looks = await context.state.engine.look([one.branch for one in entries])
+        entries = [one for one, look in zip(entries, looks, strict=True) if look.state == state]
     page, has_more = _page(entries, after, limit, order)
     return _list(await show_branches(context.state, page), has_more)
 

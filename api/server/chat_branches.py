@@ -131,7 +131,7 @@ class _Kept:
 
     async def read(self) -> list[Delta]:
         assert self._work is not None, "it has begun"
-        deltas = await self._work.read()
+        deltas = await self._generating.read(self._work)
         for delta in deltas:
             grow(self._choices[delta.index], delta)
             if delta.finish_reason is not None:

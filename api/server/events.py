@@ -46,16 +46,18 @@ class EventLog:
     async def read(self, after: int | None, snapshot: Callable[[], dict[str, Any]]) -> AsyncGenerator[bytes]:
         """Events after the one with this id, and all that come, as server-sent events.
 
-        A reader that begins, or was away for longer than events are kept, gets a snapshot first.
+        A reader that begins, or was away or too slow for longer than events are kept, gets a snapshot.
         """
-        if after is None or not self._next_id - len(self._events) - 1 <= after < self._next_id:
-            after = self._next_id - 1
-            yield event({"type": "tree.snapshot", **snapshot()}, name="tree.snapshot", event_id=after)
         while True:
             changed = self._changed
+            if after is None or not self._next_id - len(self._events) - 1 <= after < self._next_id:
+                after = self._next_id - 1
+                yield event({"type": "tree.snapshot", **snapshot()}, name="tree.snapshot", event_id=after)
             for one in [one for one in self._events if one.id > after]:
                 after = one.id
                 yield event(one.data, name=one.name, event_id=one.id)
+            if after < self._next_id - 1:
+                continue  # more has come while these were sent
             if self.closed:
                 return
             try:

@@ -122,6 +122,11 @@ class Generating:
             },
         }
 
+    async def read(self, work: Work[Any]) -> list[Delta]:
+        """What came since the last time; nothing if it was cancelled before there were children."""
+        deltas = await work.read()
+        return [] if self.into_children and not self.children else deltas
+
     async def choices(self, work: Work[Any]) -> list[Choice]:
         """All choices, once the last one has ended."""
         result = await result_of(self.entry, work)

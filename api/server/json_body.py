@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, NoReturn
 
@@ -58,7 +59,7 @@ class _StrictRequest(Request):
 def parse(body: bytes) -> Any:
     """The value of a JSON text. Raises ApiError for one that is not valid, or nested too deep."""
     try:
-        value = json.loads(body.decode(), parse_constant=_no_constant)
+        value = json.loads(body.decode(), parse_constant=_no_constant, parse_float=_finite)
     except RecursionError:
         raise _invalid(f"is nested deeper than {MAX_DEPTH}") from None
     except ValueError as error:  # also bytes that are not UTF-8, and numbers of thousands of digits
@@ -66,6 +67,13 @@ def parse(body: bytes) -> Any:
         raise _invalid(f"is not valid JSON{where}") from None
     _check(value, look_for_surrogates=b"\\ud" in body or b"\\uD" in body)
     return value
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise _invalid("holds a number that is too large")
+    return number
 
 
 def _no_constant(name: str) -> NoReturn:

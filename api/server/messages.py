@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
-from ramet.api.server.errors import invalid, unsupported
+from ramet.api.server.errors import ApiError, invalid, unsupported
+from ramet.api.server.json_body import parse
 from ramet.api.server.schemas import Message, ToolCall
 
 
@@ -54,8 +54,8 @@ def _text(message: Message, where: str) -> str:
 def _call(call: ToolCall, where: str) -> dict[str, Any]:
     """Clients send arguments as JSON in a text, and templates read an object."""
     try:
-        arguments = json.loads(call.function.arguments or "{}")
-    except (ValueError, RecursionError):
+        arguments = parse((call.function.arguments or "{}").encode())
+    except ApiError:
         raise invalid(f"{where}.function.arguments", "must be a JSON object in a text") from None
     if not isinstance(arguments, dict):
         raise invalid(f"{where}.function.arguments", "must be a JSON object in a text")

@@ -20,7 +20,8 @@ def refuse_unsupported(body: GenerationRequest) -> None:
     """Raise ApiError for the first field that asks for what is not there."""
     for name, harmless in body.UNSUPPORTED.items():
         value = getattr(body, name)
-        if value is not None and value not in harmless:
+        # By type as well: 0 is no false here.
+        if value is not None and not any(value == one and type(value) is type(one) for one in harmless):
             raise unsupported(name)
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "needs stream to be true")

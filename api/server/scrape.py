@@ -29,7 +29,7 @@ async def _look(state: State) -> Look:
     leased = [entry.branch for entry in entries if entry.lease_ends_at is not None]
     num_pinned = (await state.engine.look_at_tree(pinned)).blocks
     num_held = (await state.engine.look_at_tree(list(dict.fromkeys([*pinned, *leased])))).blocks
-    by_state = Counter("generating" if k.running else "parked" if k.parked else "idle" for k in looks)
+    by_state = Counter(look.state for look in looks)
     return Look(
         stats=await state.engine.stats(),
         pinned_blocks=num_pinned,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -27,6 +28,7 @@ class Text:
         self.vocab_size = engine.vocab_size
         self._tokenizer = None if engine.tokenizer is None else engine.tokenizer.copy()
         self._bytes = None if self._tokenizer is None else TokenBytes(self._tokenizer)
+        self._max_tokens = engine.config.max_tokens
         self._pool = ThreadPoolExecutor(1, "ramet-text")
 
     def close(self) -> None:
@@ -47,6 +49,20 @@ class Text:
             )
         return self._tokenizer
 
+    @cached_property
+    def _max_chars(self) -> int:
+        """A text that is longer cannot fit into the context, whatever its tokens are."""
+        pieces = (self.tokenizer.piece(token_id) or "" for token_id in range(self.vocab_size))
+        return self._max_tokens * max(map(len, pieces))
+
+    def check_length(self, num_chars: int, field: str) -> None:
+        """Raise ApiError for what would only keep others waiting while it is tokenized."""
+        if num_chars > self._max_chars:
+            message = (
+                f"{field} has {num_chars} characters; {self._max_tokens} tokens are at most {self._max_chars}"
+            )
+            raise ApiError(400, message, code="context_length_exceeded", param=field)
+
     async def _run(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function)
 
@@ -54,6 +70,7 @@ class Text:
         self, text: str, field: str, *, add_special_tokens: bool = True, control_tokens: bool = True
     ) -> list[int]:
         tokenizer = self.tokenizer
+        self.check_length(len(text), field)
         return await self._run(
             lambda: tokenizer.encode(
                 text, add_special_tokens=add_special_tokens, control_tokens=control_tokens
@@ -85,6 +102,7 @@ class Text:
     ) -> list[int]:
         """The token ids of a conversation; `options` go to the chat template."""
         tokenizer = self.tokenizer
+        self.check_length(sum(map(_num_chars, messages)), "messages")
         if continue_final_message and add_generation_prompt:
             raise invalid("continue_final_message", "needs add_generation_prompt to be false")
         taken = sorted(self._reserved_options & set(options or ()))
@@ -133,6 +151,11 @@ class Text:
         if self._tokenizer is None:
             return None
         return IncrementalDetokenizer(self._tokenizer, skip_special_tokens=skip_special_tokens)
+
+
+def _num_chars(message: dict[str, Any]) -> int:
+    """Of all that a template may show, or that is kept with a branch."""
+    return len(json.dumps(message, ensure_ascii=False))
 
 
 def _split(prompt: object) -> list[Any]:

@@ -11,11 +11,9 @@ from inspect_ai import Task, eval
 from inspect_ai.dataset import Sample
 from inspect_ai.model import ChatMessageUser, ContentImage, GenerateConfig, Model, ResponseSchema, get_model
 from inspect_ai.scorer import includes
-from inspect_ai.solver import Generate, Solver, TaskState, generate, solver
+from inspect_ai.solver import Generate, Solver, TaskState, fork, generate, solver
 from inspect_ai.tool import ToolInfo
 from inspect_ai.util import JSONSchema
-
-import ramet.api.adapters.inspect_ai  # noqa: F401 - an entry point does this where ramet is installed
 
 
 @solver  # type: ignore[untyped-decorator, unused-ignore]
@@ -25,6 +23,28 @@ def ask_twice() -> Solver:
     async def solve(state: TaskState, generate: Generate) -> TaskState:
         state = await generate(state)
         state.messages.append(ChatMessageUser(content="Say it again, please."))
+        return await generate(state)
+
+    return solve
+
+
+@solver  # type: ignore[untyped-decorator, unused-ignore]
+def ask_three_ways() -> Solver:
+    """Three branches of one conversation, which inspect-ai forks by copying its messages."""
+
+    async def solve(state: TaskState, generate: Generate) -> TaskState:
+        state = await generate(state)
+        state.messages.append(ChatMessageUser(content="Can you put that in another way, please?"))
+        ways = await fork(state, [ask_once() for _ in range(3)])
+        state.metadata["computed"] = [way.output.usage.input_tokens for way in ways]
+        return state
+
+    return solve
+
+
+@solver  # type: ignore[untyped-decorator, unused-ignore]
+def ask_once() -> Solver:
+    async def solve(state: TaskState, generate: Generate) -> TaskState:
         return await generate(state)
 
     return solve
@@ -53,6 +73,7 @@ async def refused(model: Model, field: str, **arguments: Any) -> None:
     assert field in said, said
 
 
+# An entry point of ramet's installation tells inspect-ai whose models these are.
 model = get_model("ramet/smollm2", dtype="float32", num_blocks=512)
 settings = {"max_tokens": 16, "seed": 1, "temperature": 0.5}
 for sample in run(model, generate(), num_choices=2, logprobs=True, top_logprobs=2, **settings):
@@ -72,6 +93,11 @@ for sample in run(model, ask_twice(), **settings):
     first = len(model.api.llm.tokenizer.apply_chat_template([message]))
     # At least the whole blocks of the first turn's prompt are found again.
     assert sample.output.usage.input_tokens_cache_read >= first // 16 * 16 > 0, sample.output.usage
+
+
+for sample in run(model, ask_three_ways(), **settings):
+    # One of the three computes what is new; the others at most what fills no block.
+    assert sorted(sample.metadata["computed"])[1] < 16, sample.metadata
 
 
 async def refusals() -> None:

@@ -26,6 +26,7 @@ NAMES = (
     "lm_eval_scores",
     "treequest_search",
     "treequest_adapter",
+    "inspect_adapter",
     "llm_reasoners_search",
     "trl_grpo",
     "schema_fuzz",

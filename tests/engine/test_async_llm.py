@@ -274,6 +274,25 @@ def test_work_that_is_closed_early_leaves_nothing_and_says_so() -> None:
     run(work)
 
 
+def test_who_is_born_is_known_before_what_became_of_them() -> None:
+    async def work(engine: AsyncLLM) -> None:
+        async with await engine.branch(PROMPT) as root:
+            for wait in (False, True):
+                loop, seen = asyncio.get_running_loop(), list[Any]()
+
+                def born(kids: list[Any]) -> None:
+                    loop.call_soon_threadsafe(seen.extend, kids)  # noqa: B023
+
+                settings: dict[str, Any] = {"n": 2, "max_tokens": 1, "max_unread": 4}
+                with root.start_expand(born=born, **settings) as growing:
+                    if wait:
+                        time.sleep(0.2)  # the loop is busy until all is done
+                    kids = await growing.result()
+                    assert [kid.id for kid in seen] == [kid.id for kid in kids]
+
+    run(work)
+
+
 def test_namespaces_share_nothing() -> None:
     async def work(engine: AsyncLLM) -> None:
         cached = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import shutil
 from pathlib import Path
@@ -50,15 +49,6 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # what it does where there is none
     assert "home" in why_not(caplog)
-
-
-def test_files_of_any_name_may_be_mapped(tmp_path: Path) -> None:
-    path = os.fsencode(tmp_path) + b"/\xff"
-    with open(path, "wb+") as file:
-        file.write(b"1")
-        file.flush()
-        with mmap.mmap(file.fileno(), 1):
-            assert os.path.isfile(native._openmp_runtime())
 
 
 def test_one_openmp_runtime() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from ramet import search
 from ramet.api.search.node import Node
+from ramet.api.search.policy import call
 from tests.api.search.conftest import Place, letters, run, word_value
 from tests.api.serving import LETTERS
 
@@ -130,6 +131,27 @@ def test_a_leaf_that_grows_is_left_to_itself(place: Place) -> None:
     assert most == 4
     words = [one.transcript for one in found.tree.root.family()]
     assert len(words) == len(set(words))
+
+
+def test_an_answer_that_is_good_enough_ends_what_is_under_way(place: Place) -> None:
+    """Three other leaves are growing then, each at another verb; nothing of them is left."""
+
+    async def done(node: Any) -> bool:
+        await asyncio.sleep(0.001 * (node.index + 2 * node.depth))
+        return bool(node.transcript == "abb")
+
+    async def value(node: Any) -> float:
+        believed: float = await call(search.self_evaluation("so?", "y", "n"), node)
+        return 1.0 if node.finished else min(0.5, believed)
+
+    for _ in range(5):
+        found, _ = run(
+            place,
+            lambda branch: search.mcts(
+                branch, STEPS, value, budget=10_000, depth=4, concurrency=4, enough=1.0, done=done
+            ),
+        )
+        assert found.text == "abb"
 
 
 def test_the_model_may_end_the_text(place: Place) -> None:

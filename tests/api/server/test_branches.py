@@ -271,6 +271,57 @@ def test_cancel_keeps_the_tokens_so_far(serve: Serve) -> None:
     api.drop(api.get(root)["tree_id"])
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_is_cancelled_before_the_first_token_has_no_children(serve: Serve, stream: bool) -> None:
+    llm = make_llm(max_batch_tokens=16)
+    server = serve(llm)
+    api = Api(server)
+    root = api.create(prompt="hello " * 20, prefill="lazy")["id"]
+    goes_on = threading.Event()
+    llm.on_step(lambda: goes_on.wait(10))  # after the first of several chunks
+    replies: list[Any] = []
+
+    def ask(verb: str, body: Any = None) -> threading.Thread:
+        path = f"/v1/branches/{root}/{verb}"
+        thread = threading.Thread(target=lambda: replies.append(api.call("POST", path, body).text))
+        thread.start()
+        return thread
+
+    threads = [ask("generate", {"into": "children", "n": 2, "max_tokens": 4, "stream": stream})]
+    server.wait_until(lambda: bool(llm.engine.scheduler.running))
+    threads.append(ask("cancel"))
+    # A stream's first read is in the queue as well.
+    server.wait_until(lambda: server.server.state.engine._commands.qsize() > stream)
+    goes_on.set()
+    for thread in threads:
+        thread.join(10)
+    told = next(text for text in replies if "object" not in text)
+    assert '"code":"cancelled"' in told
+    assert api.get(root)["children"] == 0
+    api.drop(api.get(root)["tree_id"])
+
+
+def test_a_score_stands_in_nobodys_way(serve: Serve) -> None:
+    steps = Steps()
+    server = serve(make_llm(steps))
+    api = Api(server)
+    root = api.create(prompt="hello")["id"]
+    steps.open.clear()
+    scores: list[dict[str, Any]] = []
+    candidates = [{"text": "abc"}, {"text": "d"}]
+    scoring = threading.Thread(target=lambda: scores.append(api.do(root, "score", candidates=candidates)))
+    scoring.start()
+    server.wait_until(lambda: any(s.run is not None for s in list(server.llm.engine.sequences)))
+    extending = threading.Thread(target=lambda: api.do(root, "extend", text="!"))
+    extending.start()
+    server.wait_until(lambda: server.server.state.engine._commands.qsize() > 0)
+    steps.open.set()
+    scoring.join(10)
+    extending.join(10)
+    assert scores[0]["position"] == 5 and api.get(root)["text"] == "hello!"
+    api.drop(api.get(root)["tree_id"])
+
+
 def test_score_in_all_forms(api: Api) -> None:
     root = api.create(prompt="abc")["id"]
     before = api.get(root)
@@ -362,8 +413,12 @@ def test_patch(api: Api) -> None:
         ({"lease": {"ttl": 0}}, "lease.ttl"),
         ({"pin": "iron"}, "pin"),
         ({"position": 1}, "position"),
+        ({"annotations": {"Q": "x" * 513}}, "annotations.Q"),
+        ({"annotations": {str(i): 1 for i in range(31)}, "checkpoint": "late", "pin": "soft"}, "annotations"),
+        ({"annotations": {"Q": 10**400}}, "annotations.Q"),
     ):
-        assert error_of(api.call("PATCH", path, body), 400)["param"] == param
+        assert error_of(api.call("PATCH", path, body), 400)["param"].startswith(param)
+    assert api.get(root, "") == {**shown, "usage": api.get(root, "")["usage"]}, "nothing of it was done"
 
 
 def test_messages_are_exact_deltas(api: Api) -> None:
@@ -465,8 +520,9 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("truncate", {}, "position"),
     ("truncate", {"position": 0}, "position"),
     ("truncate", {"position": 6}, "position"),
-    ("truncate", {"checkpoint": "x"}, "position"),
+    ("truncate", {"checkpoint": "x"}, "checkpoint"),
     ("promote", {"ancestor": "br_x"}, "ancestor"),
+    ("promote", {"ancestor": ""}, "ancestor"),
 ]
 
 
@@ -483,6 +539,7 @@ def test_bad_input_names_its_field_and_changes_nothing(
 
 
 def test_bad_creations(api: Api) -> None:
+    root = api.create(prompt="hello")["id"]
     for body, param in (
         ({}, "messages"),
         ({"prompt": "a", "token_ids": [1]}, "messages"),
@@ -492,6 +549,8 @@ def test_bad_creations(api: Api) -> None:
         ({"prompt": "a", "tools": [{"type": "function"}]}, "tools"),
         ({"prompt": "a", "from_": {"branch_id": "x"}}, "from_"),
         ({"from": {"branch_id": 7}}, "from.branch_id"),
+        ({"from": {"branch_id": root, "position": 9}}, "from.position"),
+        ({"from": {"branch_id": root, "position": "nowhere"}}, "from.position"),
         ({"prompt": "a", "pin": 1}, "pin"),
         ({"prompt": "a", "lease": {"ttl": "5"}}, "lease.ttl"),
     ):
@@ -505,7 +564,7 @@ def test_bad_creations(api: Api) -> None:
         assert error_of(api.call("POST", "/v1/branches", body), 404)["code"] == code
     error = error_of(api.call("POST", "/v1/branches", {"prompt": "a" * 5000}), 400)
     assert error["code"] == "context_length_exceeded"
-    assert ok(api.call("GET", "/v1/branches"))["data"] == []
+    assert len(ok(api.call("GET", "/v1/branches"))["data"]) == 1
 
 
 def test_an_expected_position_that_is_not_met_is_a_conflict(api: Api) -> None:
@@ -544,6 +603,7 @@ def test_lists_have_pages(api: Api) -> None:
     newest = ok(api.call("GET", "/v1/branches?order=desc&limit=1"))
     assert newest["first_id"] == kids[-1]
     assert ok(api.call("GET", "/v1/branches?state=generating"))["data"] == []
+    assert len(ok(api.call("GET", "/v1/branches?state=idle"))["data"]) == 6
     for query in ("limit=0", "limit=101", "limit=a", "order=up", "state=x", "after=br_x"):
         assert error_of(api.call("GET", f"/v1/branches?{query}"), 400)["param"] == query.split("=")[0]
     assert error_of(api.call("GET", f"/v1/branches/{root}?include=all"), 400)["param"] == "include"

@@ -123,6 +123,16 @@ def test_without_storing_a_branch_is_read_and_none_is_made(api: Api) -> None:
     assert [one["id"] for one in ok(api.call("GET", "/v1/branches"))["data"]] == [branch]
 
 
+def test_a_branch_that_holds_no_messages_gives_what_both_begin_with(api: Api) -> None:
+    plain = api.create(prompt="<s>u:hi</s><s>u:")["id"]
+    kept = chat(api, HI, branch_id=plain)["choices"][0]["branch_id"]
+    shown = api.get(kept)
+    assert (shown["parent_id"], shown["forked_at"]) == (plain, len(ids("<s>u:hi</s><s>")))
+    assert shown["token_ids"][: len(PROMPT)] == PROMPT
+    other = chat(api, HI, branch_id=api.create(prompt="none of it")["id"])["choices"][0]["branch_id"]
+    assert api.get(other)["parent_id"] is None
+
+
 def test_what_is_refused(api: Api) -> None:
     branch = chat(api, HI)["choices"][0]["branch_id"]
     for body, status, param in (

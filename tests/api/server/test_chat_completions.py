@@ -169,6 +169,17 @@ BAD = [
         {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
         "messages.0.tool_calls.0.function.arguments",
     ),
+    *(
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": bad}}]}
+                ]
+            },
+            "messages.0.tool_calls.0.function.arguments",
+        )
+        for bad in ('{"a": "\\ud83d"}', '{"a": NaN}', '{"a": 1e', "[]", '{"a":' * 99 + "1" + "}" * 99)
+    ),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens"),
     ({"top_logprobs": 2}, "top_logprobs"),
@@ -181,6 +192,8 @@ BAD = [
     ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ({"store": True}, "store"),
+    ({"store": 0}, "store"),
+    ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
     ({"prompt": "a"}, "prompt"),
     ({"n": 129}, "n"),
 ]

@@ -95,6 +95,23 @@ def test_who_was_away_too_long_gets_a_snapshot() -> None:
     assert [one[1] for one in read(log, 9)] == ["tree.snapshot"]
 
 
+def test_who_is_too_slow_gets_a_snapshot_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> list[tuple[int, str, dict[str, Any]]]:
+        log = EventLog(lambda: 5.0)
+        reader = log.read(0, lambda: {"branches": []})
+        log.add("branch.created", {})
+        told = [await anext(reader)]
+        for _ in range(events._KEPT + 1):
+            log.add("branch.extended", {})
+        log.close()
+        told += [part async for part in reader]
+        return parsed(b"".join(told).decode())
+
+    told = asyncio.run(main())
+    last = events._KEPT + 2
+    assert [one[:2] for one in told] == [(1, "branch.created"), (last, "tree.snapshot")]
+
+
 def test_silence_is_broken_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "_PING_S", 0.01)
 

@@ -25,6 +25,8 @@ def nested(depth: int) -> bytes:
         b"[" * 100_000,
         nested(MAX_DEPTH + 2),
         b"[" * (MAX_DEPTH + 2) + b"]" * (MAX_DEPTH + 2),
+        b'{"a": 1e400}',
+        b"[-1e999]",
     ],
 )
 def test_what_is_no_json_is_refused(body: bytes) -> None:
