@@ -30,6 +30,7 @@ class Bench(StrEnum):
     throughput = "throughput"
     serve = "serve"
     search = "search"
+    beams = "beams"
 
 
 Model = Annotated[
@@ -266,6 +267,7 @@ def bench(
     throughput tokens a second at one latency, paged and reserved; some minutes
     serve      HTTP beside the same work in process; some minutes
     search     what searches compute over branches, and as flat requests; some minutes
+    beams      how the time of a step of beam search grows with the width; a minute
 
     A bench that ran exits with 0, whatever it found: the targets say whether the numbers are good.
 
@@ -328,3 +330,7 @@ def _measure(name: Bench, device: str, plot: Path | None) -> Report:
             from ramet.api import bench_search
 
             return bench_search.run()
+        case Bench.beams:
+            from ramet.api import bench_beams
+
+            return bench_beams.run()

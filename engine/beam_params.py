@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from ramet.engine.checks import check_float, check_int
 from ramet.engine.errors import InvalidInput
@@ -73,8 +73,14 @@ class BeamSearchParams:
             raise InvalidInput("early_stopping", 'must be true, false or "never"', self.early_stopping)
         if not isinstance(self.scoring, str) or self.scoring not in get_args(Scoring):
             raise InvalidInput("scoring", 'must be "hf" or "raw"', self.scoring)
-        shared = {name: getattr(self, name) for name in SHARED_FIELDS}
-        object.__setattr__(self, "tokens", SamplingParams(temperature=0.0, **shared))
+        tokens = SamplingParams(temperature=0.0, **{name: getattr(self, name) for name in SHARED_FIELDS})
+        # As in SamplingParams: plain numbers, and nothing that a caller could change later.
+        frozen: dict[str, Any] = {name: getattr(tokens, name) for name in SHARED_FIELDS}
+        frozen |= {"num_beams": int(self.num_beams), "length_penalty": float(self.length_penalty)}
+        if self.num_return_sequences is not None:
+            frozen["num_return_sequences"] = int(self.num_return_sequences)
+        for name, value in {**frozen, "tokens": tokens}.items():
+            object.__setattr__(self, name, value)
 
     @property
     def num_returned(self) -> int:

@@ -140,7 +140,7 @@ class PromptSearch(Searching):
             [token_ids],
             self.params,
             namespace=context.tenant.namespace(self.body.cache_salt),
-            on_progress=self.hear,
+            on_progress=self.hear if self.body.stream else None,
         )
         self._held.callback(work.close)
         works.append(work)
@@ -181,7 +181,7 @@ class BranchSearch(Searching):
         entry.tree.check_tokens(min(params.max_tokens or 0, most) * params.num_returned)
         looking = asyncio.ensure_future(context.state.engine.look([entry.branch]))
         await asyncio.sleep(0)  # the look is sent before the start, and so sees what was there
-        work = entry.branch.start_beam_search(params, on_progress=self.hear)
+        work = entry.branch.start_beam_search(params, on_progress=self.hear if self.body.stream else None)
         self._held.callback(work.close)
         works.append(work)
         await work.started()
@@ -198,9 +198,10 @@ class BranchSearch(Searching):
             assert child.branch.output is not None, "it was searched for"
             shown = self.shown(child.branch.output)
             choices.append({**shown, "branch_id": child.id})
-            await leases.use(self.context.state, child)
-            data = {"branch_id": child.id, "position": shown["end_position"]}
-            self.entry.tree.events.add("branch.completed", {**data, "finish_reason": shown["finish_reason"]})
+            if not child.gone:
+                await leases.use(self.context.state, child)
+                data = {"branch_id": child.id, "position": shown["end_position"]}
+                child.tree.events.add("branch.completed", {**data, "finish_reason": shown["finish_reason"]})
         return self.answer(choices, self.entry)
 
     def _register(self, branches: list[AsyncBranch]) -> None:

@@ -10,7 +10,8 @@ from ramet.api.server.errors import invalid, unsupported
 from ramet.api.server.sampling import beam_params, refuse_unsupported, sampling_params
 from ramet.api.server.schemas import CompletionRequest
 from ramet.api.server.state import State
-from ramet.engine.beam_params import BeamSearchParams
+from ramet.engine.beam_params import MAX_BEAMS, BeamSearchParams
+from ramet.engine.checks import check_int
 from ramet.engine.outputs import Delta
 from ramet.engine.sampler import TokenLogprob
 from ramet.engine.sampling_params import MAX_LOGPROBS, SamplingParams
@@ -40,7 +41,17 @@ def completion_params(body: CompletionRequest, num_prompts: int) -> SamplingPara
     if body.use_beam_search:
         if body.echo and body.logprobs is not None:
             raise unsupported("echo", "with logprobs says nothing of beams")
-        return beam_params(body, max_tokens=max_tokens, logprobs=body.logprobs)
+        n = 1 if body.n is None else body.n
+        if body.best_of is None:
+            return beam_params(body, max_tokens=max_tokens, logprobs=body.logprobs)
+        check_int("best_of", body.best_of, n, MAX_BEAMS)
+        return beam_params(
+            body,
+            max_tokens=max_tokens,
+            logprobs=body.logprobs,
+            num_beams=body.best_of,
+            num_return_sequences=n,
+        )
     return sampling_params(
         body, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=of_prompt, best_of=body.best_of
     )

@@ -6,9 +6,12 @@ import math
 from typing import Any
 
 import pytest
+from numpy import float32, int64
 
 from ramet import BeamSearchParams, InvalidInput, SamplingParams
 from ramet.engine.beam_params import SHARED_FIELDS
+
+GIVEN = [name for name, field in BeamSearchParams.__dataclass_fields__.items() if field.init]
 
 
 @pytest.mark.parametrize(
@@ -49,6 +52,26 @@ def test_the_shared_fields_are_those_of_sampling() -> None:
     params = BeamSearchParams(stop="x", logit_bias={3: 1.0})
     assert params.tokens.stops == ("x",)
     assert params.tokens.biases == ((3, 1.0),)
+
+
+def test_what_was_given_is_frozen_as_plain_values() -> None:
+    stop, bias = ["a", "b"], {3: 1.0}
+    params = BeamSearchParams(
+        num_beams=int64(4),
+        num_return_sequences=int64(2),
+        length_penalty=float32(0.5),
+        stop=stop,
+        logit_bias=bias,
+    )
+    stop.append("c")
+    bias[4] = 2.0
+    assert params.stop == ("a", "b") and params.logit_bias == ((3, 1.0),)
+    assert [type(value) for value in (params.num_beams, params.num_returned, params.length_penalty)] == [
+        int,
+        int,
+        float,
+    ]
+    assert hash(params) == hash(BeamSearchParams(**{name: getattr(params, name) for name in GIVEN}))
 
 
 def test_what_follows_from_the_fields() -> None:

@@ -139,6 +139,8 @@ def test_openais_endpoints_return_the_best_of_n_beams(shared: Serving) -> None:
     assert [one["text"] for one in answer["choices"]] == [one.text for one in known]
     assert [one["score"] for one in answer["choices"]] == pytest.approx([one.score for one in known])
     assert answer["usage"]["completion_tokens"] == 24
+    fewer = ok(shared.post("/v1/completions", {"prompt": "hello", **wide, "n": 2, "best_of": 4}))
+    assert [one["text"] for one in fewer["choices"]] == [one.text for one in known[:2]]
     several = ok(shared.post("/v1/completions", {"prompt": ["hello", "you"], **wide, "echo": True}))
     texts = ["hello" + one.text for one in known] + ["you" + one.text for one in expected("you")]
     assert [one["text"] for one in several["choices"]] == texts
@@ -206,6 +208,7 @@ def test_bad_fields_are_named(shared: Serving, body: dict[str, Any], field: str,
         ({"use_beam_search": "yes"}, "use_beam_search"),
         ({"use_beam_search": True, "n": 257}, "n"),
         ({"use_beam_search": True, "n": 0}, "n"),
+        ({"use_beam_search": True, "n": 3, "best_of": 2}, "best_of"),
         ({"use_beam_search": True, "return_entropy": True}, "return_entropy"),
         ({"use_beam_search": True, "prompt_logprobs": 1}, "prompt_logprobs"),
         ({"use_beam_search": True, "echo": True, "logprobs": 1}, "echo"),
