@@ -56,13 +56,12 @@ def test_the_shared_fields_are_those_of_sampling() -> None:
 
 def test_what_was_given_is_frozen_as_plain_values() -> None:
     stop, bias = ["a", "b"], {3: 1.0}
-    params = BeamSearchParams(
-        num_beams=int64(4),
-        num_return_sequences=int64(2),
-        length_penalty=float32(0.5),
-        stop=stop,
-        logit_bias=bias,
-    )
+    numbers: dict[str, Any] = {
+        "num_beams": int64(4),
+        "num_return_sequences": int64(2),
+        "length_penalty": float32(0.5),
+    }
+    params = BeamSearchParams(**numbers, stop=stop, logit_bias=bias)
     stop.append("c")
     bias[4] = 2.0
     assert params.stop == ("a", "b") and params.logit_bias == ((3, 1.0),)
