@@ -57,6 +57,7 @@ class Entry:
     pin: str = "none"
     num_generated: int = 0
     work: Work[Any] | None = None  # that generates from it now
+    growing: asyncio.Event | None = None  # set once it is complete, as the child of a generation
     gone: bool = False
     _queued: int = 0
     _turnstile: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -109,6 +110,8 @@ class Entry:
         self._queued += 1
         try:
             async with self._turnstile:
+                if self.growing is not None:
+                    await self.growing.wait()
                 if self.gone:
                     raise not_found("branch", self.id)
                 yield

@@ -88,6 +88,7 @@ class Generating:
         state, tree = self.context.state, self.entry.tree
         for branch in branches:
             child = child_of(state, self.entry, branch, self.start)
+            child.growing = asyncio.Event()
             self.children.append(child)
             if self._ended or tree.events.closed:  # nobody asks for it any more
                 child.gone = True
@@ -104,6 +105,8 @@ class Generating:
         """A choice has ended: its branch is free to be used, whatever the others do."""
         entry = self.target(index)
         entry.num_generated += len(choice.token_ids)
+        if entry.growing is not None:
+            entry.growing.set()
         if not entry.gone:
             entry.mark(self._checkpoint)
             await leases.use(self.context.state, entry)
@@ -154,6 +157,8 @@ async def abandon(context: Context, child: Entry) -> None:
     if not child.gone:
         context.store.remove(child, "pruned")
         context.state.metrics.prunes.labels("abandoned").inc()
+    if child.growing is not None:
+        child.growing.set()  # who waits for it finds it gone
     await child.branch.prune()
 
 

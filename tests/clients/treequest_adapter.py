@@ -61,8 +61,10 @@ async def in_process() -> None:
 async def on_the_server(url: str) -> None:
     async with AsyncClient(url) as client, await client.branch(PROMPT) as root:
         # It wants two samples of each action before it goes on, and takes no more.
-        await search(treequest.StandardMCTS(samples_per_action=2), root, 4)
-        assert (await client.tree(root.tree_id))["branches"]["live"] == 21
+        algorithm = treequest.StandardMCTS(samples_per_action=2)
+        pairs = algorithm.get_state_score_pairs((await search(algorithm, root, 4)).state)
+        apart = {thought.token_ids for thought, _ in pairs}
+        assert (await client.tree(root.tree_id))["branches"]["live"] == 1 + len(apart)
 
 
 asyncio.run(in_process())

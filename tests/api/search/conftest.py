@@ -40,7 +40,7 @@ class Place:
         assert self.num_held == held, "branches or blocks were left behind"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server() -> Iterator[Serving]:
     one = serving(None, (), {})
     yield one

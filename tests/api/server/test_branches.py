@@ -214,8 +214,19 @@ def test_a_child_can_be_used_while_others_grow(serve: Serve) -> None:
                 break
         assert api.do(child, "extend", text="!")["position"] == 5
         assert api.get(root)["children"] == 2
+        # One that still grows has its turn: who wants to change it waits, and then finds it gone.
+        query = f"/v1/branches?parent_id={root}&state=generating"
+        (growing,) = [one["id"] for one in ok(api.call("GET", query))["data"]]
+        late: list[Any] = []
+        path = f"/v1/branches/{growing}/extend"
+        waits = threading.Thread(target=lambda: late.append(api.call("POST", path, {"text": "?"})))
+        waits.start()
+        api.do(growing, "fork")
+        assert not late
     # The stream is closed: what was not complete is gone, what was is there.
     server.wait_until(lambda: api.get(root)["children"] == 1)
+    waits.join(10)
+    assert error_of(late[0], 404)["code"] == "branch_not_found"
     assert api.get(child)["text"].endswith("!")
     api.drop(api.get(root)["tree_id"])
 
@@ -721,6 +732,8 @@ def test_other_tenants_branches_are_unknown_and_never_looked_up(
         calls += [("GET", f"/v1/trees/{tree}/events", {})]
         calls += [("POST", "/v1/branches", {"from": {"branch_id": branch}})]
         calls += [("POST", "/v1/branches", {"prompt": "a", "tree_id": tree})]
+        chat = {"messages": [{"role": "user", "content": "a"}], "branch_id": branch}
+        calls += [("POST", "/v1/chat/completions", {**chat, "store_branch": keep}) for keep in (True, False)]
         said = []
         for call in calls:
             response = mine.call(*call)
