@@ -13,7 +13,7 @@ from ramet.engine.adjust import Adjustment, adjusted
 from ramet.engine.beam import Candidate
 from ramet.engine.errors import BadLogits
 
-_ROWS = 16  # beams that are looked at together: their numbers stay in the processor's cache
+_ROWS = 16  # beams that a CPU looks at together: their numbers stay in its cache
 _RUN = 64  # neighbouring tokens of which only the best is compared at first
 
 
@@ -29,8 +29,9 @@ def best_candidates(
     """
     bad: list[int] = []
     parts: list[_Places] = []
-    for first in range(0, len(logits), _ROWS):
-        part = slice(first, first + _ROWS)
+    num_rows = _ROWS if logits[0].device.type == "cpu" else len(logits)
+    for first in range(0, len(logits), num_rows):
+        part = slice(first, first + num_rows)
         try:
             parts.append(_best(torch.stack(list(logits[part])), scores[part], rows[part], count, first))
         except BadLogits as error:

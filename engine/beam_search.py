@@ -304,8 +304,10 @@ class BeamSearch(Run):
             beam.append(trace, text)
             beams.append(beam)
         self._beams = beams
-        for gone in set(parents).difference(beams):
-            engine.finish(gone.sequence)
+        kept = set(beams)
+        for parent in parents:
+            if parent not in kept:
+                engine.finish(parent.sequence)
         engine.num_generated_tokens += len(beams)
 
     def _start(self, engine: Engine, parent: Beam) -> Beam:
@@ -328,15 +330,16 @@ class BeamSearch(Run):
         """The best are the result, and the others go."""
         best = self._state.finished[: self.params.num_returned]
         self.results = [self._result(index, one) for index, one in enumerate(best)]
-        for complete in self._complete.values():
-            engine.release(complete.sequence, prune=True)
+        for finished, complete in self._complete.items():
+            if finished not in best:
+                engine.release(complete.sequence, prune=True)
         self._complete = {}
         self.finished = True
 
     # -- what comes out --------------------------------------------------------------------------------
 
     def _result(self, index: int, finished: Finished) -> tuple[Sequence, Choice]:
-        sequence, trace, (text, stop_reason), finish_reason = self._complete.pop(finished)
+        sequence, trace, (text, stop_reason), finish_reason = self._complete[finished]
         path = trace.path()
         token_ids = [one.candidate.token_id for one in path]
         if text is not None:

@@ -43,6 +43,7 @@ class Generating:
         self.start = 0
         self.resident = 0
         self.children: list[Entry] = []
+        self._work: Work[Any] | None = None
         self._ended = False
         self._held = AsyncExitStack()
         self._loop = asyncio.get_running_loop()
@@ -75,7 +76,7 @@ class Generating:
         self._held.callback(work.close)
         works.append(work)
         await work.started()
-        entry.work = work
+        entry.work = self._work = work
         self.resident = (await looking)[0].resident_tokens  # at one go with the start, between two steps
         entry.tree.events.add("branch.generating", {"branch_id": entry.id, "n": self.num_choices})
         return work
@@ -138,7 +139,8 @@ class Generating:
     async def end(self, *, abandoned: bool) -> None:
         """Leave the branch to the next one; children that nobody will hear of are let go of."""
         self._ended = True
-        self.entry.work = None
+        if self.entry.work is self._work:  # and not that of another one, while this one waited
+            self.entry.work = None
         await self._held.aclose()
         if abandoned:
             for child in self.children:

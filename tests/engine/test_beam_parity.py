@@ -145,25 +145,30 @@ def test_a_beam_search_on_a_branch_equals_that_on_the_flat_prompt(make_llm: Make
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("settings", [{}, {"length_penalty": 2.0, "early_stopping": "never"}])
+@pytest.mark.parametrize(
+    ("text", "stop", "settings"),
+    [
+        ("The capital of France is", None, {}),
+        ("List of prime numbers: 2, 3,", " 11", {"length_penalty": 2.0, "early_stopping": "never"}),
+    ],
+)
 def test_beams_of_smollm2_equal_those_of_transformers(
-    make_smollm2: MakeLLM, plain_smollm2: Any, settings: dict[str, Any]
+    make_smollm2: MakeLLM, plain_smollm2: Any, text: str, stop: str | None, settings: dict[str, Any]
 ) -> None:
     llm = make_smollm2()
     assert llm.tokenizer is not None
-    for text, stop in (("The capital of France is", None), ("List of prime numbers: 2, 3,", " 11")):
-        prompt = llm.tokenizer.encode(text)
-        theirs = generate(
-            plain_smollm2,
-            prompt,
-            num_beams=4,
-            max_new_tokens=12,
-            eos_token_id=2,
-            stop_strings=stop,
-            tokenizer=llm.tokenizer.hf,
-            **settings,
-        )
-        compare(llm, theirs, prompt, num_beams=4, max_tokens=12, stop=stop, **settings)
+    prompt = llm.tokenizer.encode(text)
+    theirs = generate(
+        plain_smollm2,
+        prompt,
+        num_beams=4,
+        max_new_tokens=12,
+        eos_token_id=2,
+        stop_strings=stop,
+        tokenizer=llm.tokenizer.hf,
+        **settings,
+    )
+    compare(llm, theirs, prompt, num_beams=4, max_tokens=12, stop=stop, **settings)
 
 
 @pytest.fixture(scope="module")

@@ -411,6 +411,24 @@ def test_whoever_hears_of_progress_may_fail_and_ends_its_search_only(when: int) 
     check_idle(llm)
 
 
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_a_text_that_fails_ends_the_search_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    calls = itertools.count(1)
+
+    def fail(search: BeamSearch, token_ids: list[int]) -> str:
+        if next(calls) == call:
+            raise LookupError("no such text")
+        return ""
+
+    monkeypatch.setattr(BeamSearch, "_decoded", fail)
+    llm = scripted(three_ways)
+    with pytest.raises(LookupError):
+        llm.beam_search(PROMPT, num_beams=3, max_tokens=4, length_penalty=0)
+    check_idle(llm)
+
+
 @pytest.mark.parametrize("index", [0, 1, 4])
 def test_a_step_that_fails_ends_the_search_and_leaves_nothing(make_tiny: MakeLLM, index: int) -> None:
     llm = make_tiny()

@@ -282,6 +282,26 @@ def test_cancel_keeps_the_tokens_so_far(serve: Serve) -> None:
     api.drop(api.get(root)["tree_id"])
 
 
+def test_who_leaves_the_queue_takes_nothing_from_who_is_served(serve: Serve) -> None:
+    llm = make_llm(Steps())
+    server = serve(llm)
+    api = Api(server)
+    root = api.create(prompt="hello")["id"]
+    replies: list[dict[str, Any]] = []
+    ask = {"into": "children", "n": 2, "max_tokens": 2000}
+    served = threading.Thread(target=lambda: replies.append(api.do(root, "generate", **ask)))
+    served.start()
+    server.wait_until(lambda: api.get(root)["children"] == 2)
+    entry = server.server.state.tenants.get("local").branches.get(root)
+    with send(server, f"/v1/branches/{root}/generate", ask):
+        server.wait_until(lambda: entry._queued == 2)
+    server.wait_until(lambda: entry._queued == 1)
+    api.do(root, "cancel")
+    served.join(10)
+    assert [one["finish_reason"] for one in replies[0]["choices"]] == ["cancelled"] * 2
+    api.drop(api.get(root)["tree_id"])
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_what_is_cancelled_before_the_first_token_has_no_children(serve: Serve, stream: bool) -> None:
     llm = make_llm(max_batch_tokens=16)
