@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from examples import game_of_24, mcts_with_tools, parallel_sampling, self_consistency, sums, tool_calls
+from examples import (
+    beam_search,
+    game_of_24,
+    mcts_with_tools,
+    parallel_sampling,
+    self_consistency,
+    sums,
+    tool_calls,
+)
 from examples.tally import Tally
 from examples.tools import calculator
 from examples.word_problems import deal, left_after, steps
@@ -54,6 +62,15 @@ def test_mcts_with_a_calculator_beats_dice(model: LLM) -> None:
     )
     assert thought.num_solved == 1 > diced.num_solved
     assert 5 * thought.num_tokens < thought.num_flat_tokens
+
+
+@pytest.mark.model
+def test_beams_are_branches(model: LLM) -> None:
+    """A greedy chain computes the prompt and its own tokens; without branches more beams cost more by far."""
+    (greedy, wide), text = play(model, lambda out, llm: beam_search.run(range(2), [1, 4], out, llm))
+    assert greedy.num_flat_tokens < wide.num_flat_tokens
+    assert 10 * wide.num_tokens < wide.num_flat_tokens
+    assert "4 beams" in text
 
 
 @pytest.mark.model
