@@ -169,10 +169,12 @@ async def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--problems", type=int, default=50)
+    parser.add_argument("--first", type=int, default=1000, help="seed; prompts were chosen on 0 to 99")
     parser.add_argument("--width", type=int, default=6)
     arguments = parser.parse_args()
     async with AsyncLLM("smollm2", num_blocks=2048) as llm:
-        await run(range(arguments.problems), arguments.width, Console(), llm)
+        seeds = range(arguments.first, arguments.first + arguments.problems)
+        await run(seeds, arguments.width, Console(), llm)
 
 
 if __name__ == "__main__":

@@ -169,6 +169,7 @@ async def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--problems", type=int, default=50)
+    parser.add_argument("--first", type=int, default=1000, help="seed; prompts were chosen on 0 to 99")
     parser.add_argument("--tool", choices=sorted(TOOLS), default="calculator")
     parser.add_argument("--budget", type=int, default=400, help="tokens of a search")
     parser.add_argument("--draw", type=Path, help="search for one answer, and save a picture of the tree")
@@ -179,7 +180,8 @@ async def main() -> None:
             found = await think(llm, problem, TOOLS[arguments.tool], likelihood, arguments.budget)
             draw(found, problem, arguments.draw)
             return
-        await run(range(arguments.problems), arguments.tool, arguments.budget, Console(), llm)
+        seeds = range(arguments.first, arguments.first + arguments.problems)
+        await run(seeds, arguments.tool, arguments.budget, Console(), llm)
 
 
 if __name__ == "__main__":
