@@ -3,8 +3,9 @@
     python tests/clients/run.py [NAME ...]
 
 The server is this environment's, with the embedded model in float32. A client is a script beside this file;
-its first line names the packages that it needs, as pip's arguments, and its exit status says whether it is
-content. One that needs `ramet` runs an adapter: it finds this environment's packages behind its own.
+its first line, "# needs: ", names the packages that it needs, as pip's arguments, a second, "# serve: ", options
+of the server, and its exit status says whether it is content. One that needs `ramet` runs an adapter: it finds
+this environment's packages behind its own.
 """
 
 from __future__ import annotations
@@ -42,23 +43,29 @@ def main() -> int:
         print(f"no such client: {', '.join(unknown)}; there are {', '.join(NAMES)}", file=sys.stderr)
         return 2
     failed = []
-    with serving("smollm2", "--dtype", "float32", "--num-blocks", "1024") as url:
-        for name in names:
-            print(f"==> {name}", flush=True)
-            script = HERE / f"{name}.py"
-            done = subprocess.run([_python_for(script), script, url, sys.executable], check=False)
-            if done.returncode:
-                failed.append(name)
+    for name in names:
+        print(f"==> {name}", flush=True)
+        script = HERE / f"{name}.py"
+        python, options = _python_for(script), _words_of(script, "# serve:")
+        with serving("smollm2", "--dtype", "float32", "--num-blocks", "1024", *options) as url:
+            done = subprocess.run([python, script, url, sys.executable], check=False)
+        if done.returncode:
+            failed.append(name)
     print(f"{len(names) - len(failed)} passed, {len(failed)} failed")
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return len(failed)
 
 
+def _words_of(script: Path, mark: str) -> list[str]:
+    """What a script's leading comments say after a mark."""
+    first = script.read_text().splitlines()[:2]
+    return [word for line in first if line.startswith(mark) for word in line.removeprefix(mark).split()]
+
+
 def _python_for(script: Path) -> Path:
     """The interpreter of the environment that a script asks for; made once for each list of packages."""
-    first = script.read_text().splitlines()[0]
-    needs = first.removeprefix("# needs:").split() if first.startswith("# needs:") else []
+    needs = _words_of(script, "# needs:")
     key = hashlib.sha256(" ".join(needs).encode()).hexdigest()[:12]
     folder = ENVIRONMENTS / f"{script.stem}-{key}"
     python = folder / "bin" / "python"
