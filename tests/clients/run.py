@@ -3,9 +3,9 @@
     python tests/clients/run.py [NAME ...]
 
 The server is this environment's, with the embedded model in float32. A client is a script beside this file;
-its first line, "# needs: ", names the packages that it needs, as pip's arguments, a second, "# serve: ", options
-of the server, and its exit status says whether it is content. One that needs `ramet` runs an adapter: it finds
-this environment's packages behind its own.
+its first line, "# needs: ", names the packages that it needs, as pip's arguments, a second, "# serve: ",
+options of the server, and its exit status says whether it is content. One that needs `ramet` runs an adapter:
+it finds this environment's packages behind its own.
 """
 
 from __future__ import annotations
