@@ -66,10 +66,30 @@ class AttentionPlan:
         return blocks * self.block_size
 
 
-Folded = tuple[tuple[Segment, ...], IntArray]  # segments, and private_block0
-
-
 @dataclass(frozen=True)
+class _Tree:
+    """What stays of a step's plan for the steps after it, while its rows only grow."""
+
+    query_lens: Sequence[int]  # [S]
+    num_shared_blocks: Sequence[int]  # [S]
+    least_kv_lens: IntArray | None  # [S], with which each row sees all that it shares; None if lengths matter
+    queries: IntArray  # [S], query_lens as an array
+    query_starts: IntArray  # [S + 1]
+    private_block0: IntArray  # [S]
+    segments: tuple[Segment, ...]
+
+    def is_of(self, query_lens: Ints, kv_lens: IntArray, num_shared_blocks: Ints) -> bool:
+        """Whether a step has this tree. Lists are compared as they are: much faster than as arrays."""
+        return (
+            self.least_kv_lens is not None
+            and query_lens == self.query_lens
+            and num_shared_blocks == self.num_shared_blocks
+            and len(kv_lens) == len(self.queries)
+            and bool((kv_lens >= self.least_kv_lens).all())
+        )
+
+
+@dataclass
 class Planner:
     """Makes plans. A shared segment that does not pay for itself is left to its rows.
 
@@ -81,8 +101,7 @@ class Planner:
     block_size: int
     min_shared_tokens_saved: int = 128
     min_shared_fraction: float = 0.0
-    # The last tree, by its depths: it stays for many steps.
-    _known: dict[bytes, Folded] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _last: _Tree | None = field(default=None, init=False, repr=False, compare=False)
 
     def plan(
         self,
@@ -97,45 +116,69 @@ class Planner:
         number of leading blocks that row i has in common with row i - 1 (0 for the first): all that is needed
         to know the tree.
         """
-        queries, lens, common = _array(query_lens), _array(kv_lens), _array(num_shared_blocks)
-        assert len(block_tables) == len(queries) == len(lens) == len(common), "the inputs differ in rows"
+        query_lens, num_shared_blocks = _list(query_lens), _list(num_shared_blocks)
+        lens = _array(kv_lens)
+        tree = self._last
+        if tree is None or not tree.is_of(query_lens, lens, num_shared_blocks):
+            tree = self._last = self._tree(query_lens, lens, num_shared_blocks)
+        assert len(block_tables) == len(lens), "the inputs differ in rows"
+        return AttentionPlan(
+            self.block_size,
+            block_tables,
+            tree.queries,
+            lens,
+            tree.query_starts,
+            tree.private_block0,
+            tree.segments,
+        )
+
+    def _tree(self, query_lens: list[int], lens: IntArray, num_shared_blocks: list[int]) -> _Tree:
+        queries, common = _array(query_lens), _array(num_shared_blocks)
+        assert len(queries) == len(lens) == len(common), "the inputs differ in rows"
         assert len(lens) > 0, "a step has at least one row"
-        assert common[0] == 0, "the first row has no row before it"
-        assert queries.min() >= 1, "a row has at least one query"
-        first_sees = lens - queries + 1
+        assert num_shared_blocks[0] == 0, "the first row has no row before it"
+        assert min(query_lens) >= 1, "a row has at least one query"
+        before_first = queries - 1
+        first_sees = lens - before_first
         assert first_sees.min() >= 1, "a row has more queries than KV"
         # A block is shared at most as far as every query of the row sees all of it.
-        visible = first_sees // self.block_size
-        depths = np.zeros(len(lens) + 1, dtype=np.int64)
-        depths[1:-1] = np.minimum(common[1:], np.minimum(visible[1:], visible[:-1]))
-        segments, private = self._folded(depths, lens)
+        least = common * self.block_size
+        least[:-1] = np.maximum(least[:-1], least[1:])
+        depths, sees_all = num_shared_blocks, bool((first_sees >= least).all())
+        if not sees_all:
+            visible = first_sees // self.block_size
+            depths = [0, *np.minimum(common[1:], np.minimum(visible[1:], visible[:-1])).tolist()]
+        segments, private = self._fold(_intervals(depths), lens)
         starts = np.zeros(len(lens) + 1, dtype=np.int64)
         np.cumsum(queries, out=starts[1:])
-        return AttentionPlan(self.block_size, block_tables, queries, lens, starts, private, segments)
+        for shared in (queries, starts, private):  # by the plans of this tree
+            shared.setflags(write=False)
+        stays = sees_all and not self.min_shared_fraction
+        return _Tree(
+            list(query_lens),
+            list(num_shared_blocks),
+            least + before_first if stays else None,
+            queries,
+            starts,
+            private,
+            segments,
+        )
 
-    def _folded(self, depths: IntArray, lens: IntArray) -> Folded:
-        """The segments of a tree, and where each row's private one starts."""
-        if self.min_shared_fraction:  # then lengths matter as well
-            return self._fold(_intervals(depths), lens)
-        tree = depths.tobytes()
-        folded = self._known.get(tree)
-        if folded is None:
-            folded = self._fold(_intervals(depths), lens)
-            self._known.clear()
-            self._known[tree] = folded
-        return folded
+    def _fold(
+        self, intervals: list[tuple[int, int, int]], lens: IntArray
+    ) -> tuple[tuple[Segment, ...], IntArray]:
+        """The intervals that pay, as segments, and where each row's private one starts.
 
-    def _fold(self, intervals: list[tuple[int, int, int]], lens: IntArray) -> Folded:
-        """Keep the intervals that pay; the blocks of the others go to what lies below them.
+        The blocks of the other intervals go to what lies below them.
 
         Sorted by depth, an interval comes after those around it, so `covered` of its first row is what they
         have taken already.
         """
-        covered, levels = np.zeros_like(lens), np.zeros_like(lens)
+        covered, levels = [0] * len(lens), [0] * len(lens)
         kept: list[tuple[int, int, int, int, int]] = []
         least = max(self.min_shared_tokens_saved, 1)
         for block1, row0, row1 in sorted(intervals):
-            block0, num_rows = covered.item(row0), row1 - row0
+            block0, num_rows = covered[row0], row1 - row0
             saved = (block1 - block0) * (num_rows - 1) * self.block_size
             if saved < least:
                 continue
@@ -143,12 +186,15 @@ class Planner:
                 unread = lens[row0:row1].sum().item() - block0 * num_rows * self.block_size
                 if saved < self.min_shared_fraction * unread:
                     continue
-            level = levels.item(row0)
+            level = levels[row0]
             kept.append((level, row0, row1, block0, block1))
-            covered[row0:row1] = block1
-            levels[row0:row1] = level + 1
-        covered.setflags(write=False)  # other plans of this tree have it, too
-        return tuple(map(Segment._make, sorted(kept))), covered
+            covered[row0:row1] = [block1] * num_rows
+            levels[row0:row1] = [level + 1] * num_rows
+        return tuple(map(Segment._make, sorted(kept))), _array(covered)
+
+
+def _list(values: Ints) -> list[int]:
+    return values if isinstance(values, list) else list(map(int, values))
 
 
 def _array(values: Ints) -> IntArray:
@@ -158,18 +204,20 @@ def _array(values: Ints) -> IntArray:
     return np.frombuffer(struct.pack(f"{len(values)}q", *values), dtype=np.int64)
 
 
-def _intervals(depths: IntArray) -> list[tuple[int, int, int]]:
-    """The inner nodes of the tree, as (block1, row0, row1), from the depths that neighbours share.
+def _intervals(depths: list[int]) -> list[tuple[int, int, int]]:
+    """The inner nodes of the tree, as (block1, row0, row1), from the depths [S] that neighbours share.
 
-    depths[i] is what rows i - 1 and i share; depths[0] and depths[S] are 0. An interval is a longest run of
-    rows that share block1 blocks. Only places where the depth changes can open or close one.
+    depths[i] is what rows i - 1 and i share; depths[0] is 0. An interval is a longest run of rows that share
+    block1 blocks. Only places where the depth changes can open or close one.
     """
-    changes = np.flatnonzero(depths[1:] != depths[:-1]) + 1
     found: list[tuple[int, int, int]] = []
     open_rows: list[int] = []
     open_depths: list[int] = [0]
-    for i, depth in zip(changes.tolist(), depths[changes].tolist(), strict=True):
-        row0 = i - 1
+    last = 0
+    for i, depth in enumerate((*depths, 0)):
+        if depth == last:
+            continue
+        last, row0 = depth, i - 1
         while open_depths[-1] > depth:
             row0 = open_rows.pop()
             found.append((open_depths.pop(), row0, i))

@@ -6,7 +6,7 @@ One copy a step. All ids are sent with a new list, then only what a step may cha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import is_
+from operator import getitem, is_
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -38,7 +38,9 @@ class StepUpload:
         self._list: WorkList | None = None
         self._tables: Tables = ()
         self._ends = np.zeros(0, dtype=np.int64)  # [R], how many blocks of its table a row used
-        self._places = self._ends  # [R], where block 0 of its table would lie
+        self._last: list[int] = []  # [R], the last of them, and its id
+        self._last_ids: list[int] = []
+        self._places: list[int] = []  # [R], where block 0 of a row's table would lie
         self._split()
 
     def _split(self) -> None:
@@ -55,13 +57,12 @@ class StepUpload:
         known, self._list = self._list, None  # an interrupt in between would leave host and device apart
         is_next = work_list is known and all(map(is_, tables, self._tables))
         grown = ends - self._ends if is_next else ends
+        stop = len(kv_lens)
         if not is_next or grown.max() > 1:
             self._sent = self._all(work_list, tables, ends)
             stop = len(self._sent)
         elif self._change(tables, ends, grown):
             stop = len(self._sent)
-        else:
-            stop = len(kv_lens)
         self._sent[: len(kv_lens)] = kv_lens
         self._upload.send(self._sent[:stop])
         self._ends = ends
@@ -75,19 +76,18 @@ class StepUpload:
 
         Returns whether any is another one now.
         """
-        last = ends - 1
-        places = self._places + last
-        ids = [table[block] for table, block in zip(tables, last.tolist(), strict=True)]
-        (rows,) = (grown > 0).nonzero()
-        if len(rows):
-            before = last[rows] - 1
-            ids += [tables[row][block] for row, block in zip(rows.tolist(), before.tolist(), strict=True)]
-            places = np.concatenate((places, self._places[rows] + before))
-        new = int32s(ids)
-        is_other = bool((self._sent[places] != new).any())
-        if is_other:
-            self._sent[places] = new
-        return is_other
+        (rows,) = grown.nonzero()
+        for row, end in zip(rows.tolist(), ends[rows].tolist(), strict=True):
+            table, place = tables[row], self._places[row] + end
+            self._sent[place - 1] = self._last_ids[row] = table[end - 1]
+            self._last[row] = end - 1
+            if grown[row] > 0:
+                self._sent[place - 2] = table[end - 2]
+        ids = list(map(getitem, tables, self._last))
+        copied = ids != self._last_ids
+        if copied:
+            self._sent[np.add(self._places, self._last)] = self._last_ids = ids
+        return copied or len(rows) > 0
 
     def _all(self, work_list: WorkList, tables: Tables, ends: IntArray) -> npt.NDArray[np.int32]:
         """All ids, behind room for the lengths."""
@@ -98,7 +98,9 @@ class StepUpload:
         stops[segments.num_shared :] = ends[segments.private_rows]
         rows, spare = segments.row0.tolist(), (room - stops).tolist()
         self._num_lens = max(self._num_lens, 1 << (len(ends) - 1).bit_length())
-        self._places = work_list.id_places + self._num_lens
+        self._places = (work_list.id_places + self._num_lens).tolist()
+        self._last = (ends - 1).tolist()
+        self._last_ids = list(map(getitem, tables, self._last))
         ids = [0] * self._num_lens
         for row, start, stop, num_spare in zip(rows, block0.tolist(), stops.tolist(), spare, strict=True):
             ids += tables[row][start:stop]

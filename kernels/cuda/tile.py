@@ -70,6 +70,17 @@ class Tiles:
             return replace(tile, max_registers=96)
         return tile
 
+    @property
+    def deep(self) -> Tile | None:
+        """The tile of what is bound by memory and fits into one wave of two CTAs an SM; None if not tuned.
+
+        More loads ahead make up for fewer CTAs, and half as many parts are written and merged: up to 9 %
+        faster (32 rows of 1,024 tokens 36.1 against 39.7 us). In two waves it is up to a fifth slower.
+        """
+        if self.capability[0] != 9 or self.dtype == torch.float32 or self._tokens < 32:
+            return None
+        return Tile(self.narrow_rows, self._tokens, 4, 3, masks_all=True, ctas_per_sm=2)
+
     def wide(self, computes_longer: bool) -> Tile:
         """The tile of shared segments with many query rows.
 

@@ -56,10 +56,14 @@ class WorkList:
         segments = self.segments = self._segments()
         shared_rows = segments.num_rows[: segments.num_shared]
         wide = np.flatnonzero(shared_rows * workspace.group > workspace.tiles.narrow_rows)
-        self.narrow_tile, self.wide_tile = self._tiles(wide)
         num_tiles = np.ones_like(segments.row0)  # a narrow segment fits into one
-        num_tiles[wide] = -(-segments.num_rows[wide] // self._wide_rows)
-        chunks = self._chunks(wide, num_tiles)
+        if len(wide):
+            self.narrow_tile, self.wide_tile = self._tiles_side_by_side(wide)
+            num_tiles[wide] = -(-segments.num_rows[wide] // self._wide_rows)
+            chunks = self._cut_side_by_side(wide, num_tiles)
+        else:
+            self.narrow_tile, chunks = self._narrow_alone()
+            self.wide_tile = workspace.tiles.wide(False)  # of no items
         part0, num_parts = self._parts(chunks.num_chunks)
         # A row with a private segment and nothing else needs no merge: its item writes the output.
         is_whole = np.zeros_like(segments.row0)
@@ -103,7 +107,22 @@ class WorkList:
         """How many rows a wide tile takes."""
         return self.wide_tile.rows // self.workspace.group
 
-    def _tiles(self, wide: IntArray) -> tuple[Tile, Tile]:
+    def _narrow_alone(self) -> tuple[Tile, Cut]:
+        """The tile of narrow segments where no others are, and how they are cut to fill the card."""
+        tiles, num_tokens = self.workspace.tiles, self.segments.num_tokens
+
+        def even(tile: Tile) -> Cut:
+            return even_cut(num_tokens, MIN_CHUNK, max(tile.tokens, self.block_size), self._num_slots(tile))
+
+        few = num_tokens.sum() * self.workspace.pool.num_kv_heads < MIN_CHUNK * 2 * self.workspace.num_sms
+        if tiles.deep is not None and not few:
+            chunks = even(tiles.deep)
+            if chunks.num_chunks.sum() <= self._num_slots(tiles.deep):
+                return tiles.deep, chunks
+        tile = tiles.narrow(few=bool(few))
+        return tile, even(tile)
+
+    def _tiles_side_by_side(self, wide: IntArray) -> tuple[Tile, Tile]:
         """The tile of narrow segments, and that of wide ones.
 
         One size for all that are wide: launches of three sizes side by side gained nothing.
@@ -112,21 +131,16 @@ class WorkList:
         pool, tiles = workspace.pool, workspace.tiles
         wide_tokens, wide_rows = segments.num_tokens[wide], segments.num_rows[wide]
         tokens = int(segments.num_tokens.sum()) - int(wide_tokens.sum())
-        if not len(wide):
-            few = tokens * pool.num_kv_heads < MIN_CHUNK * 2 * workspace.num_sms
-            return tiles.narrow(few=few), tiles.wide(False)
         flops = 4 * int(wide_tokens @ wide_rows) * workspace.num_heads * pool.head_dim
         read = tokens * pool.bytes_per_block / (pool.num_layers * pool.block_size)
         balance = flops / max(read, 1) / FLOPS_PER_BYTE
         fills = int(wide_rows.max()) * workspace.group > 64
         return tiles.narrow(beside_wide=balance > 0.6), tiles.wide(balance > 1 and fills)
 
-    def _chunks(self, wide: IntArray, num_tiles: IntArray) -> Cut:
+    def _cut_side_by_side(self, wide: IntArray, num_tiles: IntArray) -> Cut:
         """How each segment is cut for its tile: wide ones over the SMs, narrow ones to fill the card."""
         num_tokens, size = self.segments.num_tokens, self.block_size
         narrow_grain, narrow_slots = max(self.narrow_tile.tokens, size), self._num_slots(self.narrow_tile)
-        if not len(wide):
-            return even_cut(num_tokens, MIN_CHUNK, narrow_grain, narrow_slots)
         chunks = Cut(np.empty_like(num_tokens), np.empty_like(num_tokens))
         is_narrow = np.ones(len(num_tokens), dtype=np.bool_)
         is_narrow[wide] = False

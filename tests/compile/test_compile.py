@@ -119,6 +119,20 @@ def test_unshared_decode(capability: int, shape: tuple[int, int, int]) -> None:
     check(kernels[0], work.list.narrow_tile, capability)
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_unshared_decode_in_one_wave(shape: tuple[int, int, int]) -> None:
+    """The deep tile is for Hopper only."""
+    group, head_dim, block_size = shape
+    workspace = workspace_of(make_pool(head_dim, block_size), group, 90)
+    tables, rows = [[0] * (65536 // block_size)] * 8, np.arange(8)
+    plan = Planner(block_size).plan(tables, [1] * 8, [65536] * 8, [0] * 8)
+    work = DecodeWork(plan, rows, workspace)
+    assert work.list.narrow_tile == workspace.tiles.deep
+    q = torch.empty(8, workspace.num_heads, head_dim, dtype=torch.bfloat16)
+    narrow, *_ = compiled(90, lambda: decode(work, 0, q, torch.empty_like(q), 0.1, PLAIN))
+    check(narrow, work.list.narrow_tile, 90)
+
+
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_decode_with_every_option(dtype: torch.dtype) -> None:
     work, (wide, narrow, merge) = decode_kernels(90, (4, 128, 16), 64, dtype, OPTIONS)

@@ -126,8 +126,28 @@ def test_a_tree_is_folded_once_while_it_stays() -> None:
     assert grown.segments is first.segments and grown.private_block0 is first.private_block0
     assert [s[1:] for s in shorter.segments] == [(0, 2, 0, 1)]
     assert shorter.private_block0.tolist() == [1, 1]
-    with pytest.raises(ValueError, match="read-only"):
-        first.private_block0[0] = 0
+    for shared in (first.private_block0, first.query_lens, first.query_starts):
+        with pytest.raises(ValueError, match="read-only"):
+            shared[0] = 0
+
+
+@settings(deadline=None)
+@given(st.data(), st.sampled_from((0, 4, 20)), st.sampled_from((0.0, 0.3)))
+def test_what_a_planner_remembers_changes_no_plan(data: st.DataObject, saved: int, fraction: float) -> None:
+    """Steps that differ a little, or not at all, from the last one: as a planner without a past has them."""
+    remembers, num_rows = Planner(2, saved, fraction), data.draw(st.integers(1, 4))
+    shared = [0, *data.draw(st.lists(st.integers(0, 6), min_size=num_rows - 1, max_size=num_rows - 1))]
+    lens = [17] * num_rows
+    for _ in range(6):
+        queries = data.draw(st.sampled_from(([1] * num_rows, [2] * num_rows, [1, 3, 2, 1][:num_rows])))
+        lens = [max(n + data.draw(st.sampled_from((1, 1, 1, 0, -4, 5))), 4) for n in lens]
+        if num_rows > 1 and data.draw(st.integers(0, 3)) == 0:
+            shared[data.draw(st.integers(1, num_rows - 1))] = data.draw(st.integers(0, 6))
+        args = [[0] * 20] * num_rows, queries, lens, shared
+        known, fresh = remembers.plan(*args), Planner(2, saved, fraction).plan(*args)
+        assert known.segments == fresh.segments
+        for name in ("query_lens", "kv_lens", "query_starts", "private_block0"):
+            assert getattr(known, name).tolist() == getattr(fresh, name).tolist(), name
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ HOPPER, AMPERE = (9, 0), (8, 0)
 
 def all_tiles(tiles: Tiles) -> list[Tile]:
     narrow = [tiles.narrow(beside_wide, few) for beside_wide in (False, True) for few in (False, True)]
-    return [*narrow, *(tiles.wide(computes_longer) for computes_longer in (False, True))]
+    deep = [] if tiles.deep is None else [tiles.deep]
+    return [*narrow, *deep, *(tiles.wide(computes_longer) for computes_longer in (False, True))]
 
 
 @pytest.mark.parametrize("capability", [HOPPER, AMPERE])

@@ -14,7 +14,7 @@ from ramet.kernels.cuda import work as work_module, work_list as list_module
 from ramet.kernels.cuda.work import DecodeWork, planner
 from ramet.kernels.cuda.workspace import Workspace
 from ramet.kernels.kv_pool import KVPool
-from ramet.kernels.plan import AttentionPlan, IntArray
+from ramet.kernels.plan import AttentionPlan, IntArray, Planner
 
 NUM_HEADS = 8
 
@@ -107,6 +107,31 @@ def test_long_rows_are_cut_to_fill_the_card(no_rows: Any, device: str) -> None:
     work = work_of(rows, device)
     assert work.list.num_narrow == 8192 // list_module.MIN_CHUNK
     assert work.list.num_merges == 1
+
+
+@pytest.mark.parametrize(("num_rows", "num_chunks"), [(8, 4), (32, 1), (33, 1)])
+def test_few_rows_make_one_wave_of_deep_tiles(num_rows: int, num_chunks: int, no_rows: Any) -> None:
+    """132 SMs take 264 such CTAs at a time: 33 items of 8 KV heads."""
+    work = unshared(no_rows(16), num_rows)
+    assert work.list.narrow_tile == work.workspace.tiles.deep
+    assert work.list.num_narrow == num_rows * num_chunks
+
+
+@pytest.mark.parametrize("num_rows", [1, 12, 34])
+def test_no_deep_tiles_for_less_or_more_than_one_wave(num_rows: int, no_rows: Any) -> None:
+    """12 rows in two chunks each would leave a quarter of the card idle, in three take a second wave."""
+    work = unshared(no_rows(16), num_rows)
+    assert work.list.narrow_tile == work.workspace.tiles.narrow(few=num_rows == 1)
+
+
+def unshared(rows: Any, num_rows: int) -> DecodeWork:
+    """Rows of 8,192 tokens on a Hopper card with 132 SMs, 8 KV heads."""
+    table = rows.take(512)  # the same blocks for all, of which the plan is not told
+    for _ in range(num_rows):
+        rows.add(table, 1, 8192)
+    pool = KVPool(1, 512, 8, 128, 16, torch.bfloat16, "cpu", "block-major")
+    plan = Planner(16).plan(rows.block_tables, rows.query_lens, rows.kv_lens, [0] * num_rows)
+    return DecodeWork(plan, decoding(plan), Workspace(pool, 32))
 
 
 def test_the_planner_keeps_segments_that_save_a_chunk(device: str) -> None:
