@@ -78,3 +78,18 @@ def test_tokens_that_were_cut_off_while_parked_are_not_restored() -> None:
     changes(llm)
     parked.generate(max_tokens=1)
     assert changes(llm).of[parked.id].restored_tokens == 10
+
+
+def test_who_finds_more_of_its_tokens_computed_by_others_is_not_back_from_anything() -> None:
+    llm = make(16)
+    branch = llm.branch([2] * 18)
+    changes(llm)
+    llm.generate([3] * 62, max_tokens=1)
+    branch.generate(max_tokens=1)  # back: all 18 have KV again
+    assert changes(llm).of[branch.id].is_back
+    token_ids = [*branch.token_ids, *[4] * 12]
+    branch.extend([4] * 12)
+    llm.generate(token_ids, max_tokens=1)
+    branch.generate(max_tokens=1)
+    change = changes(llm).of[branch.id]
+    assert (change.is_back, change.found_tokens) == (False, len(token_ids) - len(token_ids) % 4)
