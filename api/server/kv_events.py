@@ -97,10 +97,16 @@ def _tell(tree: Tree, told: Told, own: dict[str, BlockChange], look: TreeLook, b
     parked = {name: one for name, one in own.items() if one.given_up_tokens}
     back = {name: one for name, one in own.items() if one.is_back or one.restored_tokens}
     found = {name: one for name, one in own.items() if name not in back and one.found_tokens}
+    takers = [name for name, one in own.items() if one.took or name in found]
     evicted = lost & _all(one.given_up for one in parked.values())
     copied = gained & _all(one.copies for one in own.values())
     restored = (gained & _all(one.restored for one in back.values())) - copied
-    add("kv.free", -1, len(lost - evicted), [])
+    num_free = len(lost) - len(evicted)
+    num_taken = len(gained) - len(restored) - len(copied)
+    if not takers:  # blocks that turned out to be duplicates of others, which are used in their place
+        num_same = min(num_free, num_taken)
+        num_free, num_taken = num_free - num_same, num_taken - num_same
+    add("kv.free", -1, num_free, [])
     add("kv.evict", -1, len(evicted), [*parked], tokens=sum(one.given_up_tokens for one in parked.values()))
     add(
         "kv.restore",
@@ -112,11 +118,9 @@ def _tell(tree: Tree, told: Told, own: dict[str, BlockChange], look: TreeLook, b
     )
     if copied:
         add("kv.cow", 1, len(copied), [name for name, one in own.items() if one.copies])
-    taken = len(gained) - len(restored) - len(copied)
-    if taken:
+    if num_taken:
         cached_tokens = sum(one.found_tokens for one in found.values())
-        takers = [name for name, one in own.items() if one.took or name in found]
-        add("kv.alloc", 1, taken, takers, cached_tokens=cached_tokens)
+        add("kv.alloc", 1, num_taken, takers, cached_tokens=cached_tokens)
 
 
 def _all(many: Iterable[list[int]]) -> set[int]:

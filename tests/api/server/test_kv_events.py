@@ -188,6 +188,27 @@ VERBS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+def test_a_block_that_is_there_already_takes_the_place_of_its_duplicate_without_a_word(serve: Serve) -> None:
+    api = Api(serve())
+    first, made = api.create(prompt="p" * 16), api.create(prompt="p" * 16)
+    api.do(first["id"], "generate", max_tokens=20, temperature=0)
+    feed = Feed(api, made["tree_id"])
+    assert feed.only("kv.alloc")["blocks"] == 1
+    api.do(made["id"], "generate", max_tokens=8, temperature=0)
+    assert feed.only("kv.alloc")["blocks"] == 1
+    before = api.get(made["id"], "block_table")["block_table"]["blocks"]
+    api.do(made["id"], "generate", max_tokens=9, temperature=0)  # 16 new ones are fed: the block is full
+    assert feed.news() == []
+    assert api.get(made["id"], "block_table")["block_table"]["blocks"] != before
+    (twin,) = (one["id"] for one in api.do(made["id"], "fork", at=16)["data"])
+    api.do(twin, "generate", max_tokens=8, temperature=0)
+    assert feed.only("kv.alloc")["blocks"] == 1
+    api.do(twin, "generate", max_tokens=9, temperature=0)
+    assert feed.only("kv.free")["blocks"] == 1  # the tree had it
+    for one in (first, made):
+        api.drop(one["tree_id"])
+
+
 def test_one_look_tells_all_that_was_taken_meanwhile(serve: Serve) -> None:
     api = Api(serve())
     made = api.create(prompt="abc")
