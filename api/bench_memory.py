@@ -24,6 +24,7 @@ from ramet.api.bench import Report
 from ramet.api.bench_memory_view import plot_report, tables
 from ramet.api.contiguous import Allocator, Buddy, FirstFit
 from ramet.api.contiguous_sim import ContiguousResult, ContiguousSim, Refusal
+from ramet.api.extras import remedy
 from ramet.api.paged_replay import Replayed, replay
 from ramet.api.paged_sim import PagedResult, PagedSim
 from ramet.api.request_lengths import ALPACA, SHAREGPT, LengthModel, Request
@@ -78,7 +79,7 @@ def run(
     """Measure and report; `plot` is a PNG to write. Without `progress`, a bar is drawn on stderr."""
     if plot is not None and find_spec("matplotlib") is None:
         # Said before the measurement, not after it.
-        raise SystemExit("--plot needs matplotlib, which is not installed: pip install 'ramet[plot]'")
+        raise SystemExit(f"--plot needs matplotlib, which is not installed: {remedy('plot')}")
     settings = settings or Settings()
     with _shown(progress) as shown:
         measured = measure(seed, settings, shown)

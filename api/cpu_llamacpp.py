@@ -15,6 +15,7 @@ import numpy as np
 
 from ramet.api.cpu_result import Result, Skipped, check_lengths
 from ramet.api.cpu_sizes import calls_after
+from ramet.api.extras import remedy
 from ramet.api.workloads import BEAM, Call, Request, Samples, Workload, resolve
 from ramet.engine.model_files import find_packaged_gguf
 
@@ -26,7 +27,7 @@ class LlamaCpp:
         try:
             import llama_cpp
         except ImportError as error:
-            raise Skipped("llama.cpp is not installed: pip install 'ramet[bench]' compiles it") from error
+            raise Skipped(f"llama.cpp is not installed; this compiles it: {remedy('bench')}") from error
         self.api: Any = llama_cpp
         self._quiet = llama_cpp.llama_log_callback(lambda *_: None)
         self.api.llama_log_set(self._quiet, ctypes.c_void_p(0))

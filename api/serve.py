@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ramet.api.extras import remedy
 from ramet.api.options import BlockSize, Device, Dtype, DtypeOption, NumBlocks
 
 
@@ -66,7 +67,9 @@ def serve(
     shutdown_timeout: Annotated[
         float, typer.Option(help="Seconds that running requests have to end after SIGTERM.")
     ] = 30.0,
-    disable_docs: Annotated[bool, typer.Option("--disable-docs", help="No /docs, no /openapi.json.")] = False,
+    disable_docs: Annotated[
+        bool, typer.Option("--disable-docs", "--disable-fastapi-docs", help="No /docs, no /openapi.json.")
+    ] = False,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     config: Annotated[
         Path | None,
@@ -93,8 +96,8 @@ def serve(
         from ramet.api.server.run import run
         from ramet.api.server.settings import Settings
     except ModuleNotFoundError as error:
-        remedy = "install it with `pip install 'ramet[serve]'`"
-        raise typer.BadParameter(f"needs the package {error.name}: {remedy}", param_hint="serve") from None
+        message = f"needs the package {error.name}: {remedy('serve')}"
+        raise typer.BadParameter(message, param_hint="serve") from None
     keys = load_keys(api_key or (), api_keys_file)
     settings = Settings(
         model_names=tuple(served_model_name or (model,)),

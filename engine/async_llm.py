@@ -18,13 +18,14 @@ from ramet.engine.arguments import Prompt
 from ramet.engine.async_work import Task, Work, no_undo, reject, resolve
 from ramet.engine.beam_params import BeamSearchParams
 from ramet.engine.beam_search import OnProgress
+from ramet.engine.block_changes import BlockChanges
 from ramet.engine.branch import Branch, prune_all
 from ramet.engine.checks import check_int, checked_list
 from ramet.engine.config import EngineConfig
 from ramet.engine.engine import LOCAL, Stats
 from ramet.engine.errors import RametError
 from ramet.engine.llm import LLM
-from ramet.engine.look import BranchLook, TreeLook, look_at, look_at_all
+from ramet.engine.look import BranchLook, TreeLook, look_at, look_at_all, look_at_changes
 from ramet.engine.operation import Operation, T
 from ramet.engine.outputs import Choice, Delta, NextToken, Output, Score
 from ramet.engine.sampling_params import SamplingParams
@@ -91,6 +92,12 @@ class AsyncLLM:
     def is_running(self) -> bool:
         """Whether the thread is there to do anything: not after `close`, nor after a bug."""
         return not self._closed and self._thread.is_alive()
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether `look_at_changes` has something to tell, as far as can be seen from any thread."""
+        changes = self._llm.engine.scheduler.changes
+        return changes is not None and bool(changes.of)
 
     # -- verbs ---------------------------------------------------------------------------------------
 
@@ -232,6 +239,17 @@ class AsyncLLM:
         """What these branches hold together, and how they share it."""
         inner = self._llm._checked(_inner(branches))
         return await self._call(lambda: look_at_all(inner))
+
+    async def look_at_changes(
+        self, trees: Seq[Seq[AsyncBranch]], always: Seq[bool]
+    ) -> tuple[BlockChanges, list[TreeLook | None]]:
+        """What happened to blocks since the last call, and how those of these trees are now that it concerns.
+
+        Where `always` says so a tree is looked at in any case. What was before the first call is not known.
+        """
+        inner = [self._llm._checked(_inner(tree)) for tree in trees]
+        scheduler = self._llm.engine.scheduler
+        return await self._call(lambda: look_at_changes(scheduler, inner, always))
 
     def _wrap(self, branches: Iterable[Branch]) -> list[AsyncBranch]:
         return [AsyncBranch(self, branch) for branch in branches]

@@ -227,6 +227,8 @@ class LLM:
                 if reader.error is not None:
                     raise reader.error
                 yield from reader.read()
+            if reader.error is not None:  # of a step that somebody else made, while this rested
+                raise reader.error
         finally:
             self._release_all([request])
 

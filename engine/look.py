@@ -6,7 +6,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Literal
 
+from ramet.engine.block_changes import BlockChanges
 from ramet.engine.branch import Branch
+from ramet.engine.scheduler import Scheduler
 from ramet.radix.cursor import BlockTable
 from ramet.radix.shares import Share, shares_of
 
@@ -23,6 +25,7 @@ class BranchLook:
     table: BlockTable
     shared_blocks: int  # that other live branches have too, whoever's they are
     exclusive_blocks: int
+    copies: int  # blocks that it copied on write so far
     cached_tokens: int  # of the prompt it began with, found in the cache
 
     @property
@@ -61,8 +64,23 @@ def look_at(branch: Branch) -> BranchLook:
         table=table,
         shared_blocks=len(table.blocks) - exclusive,
         exclusive_blocks=exclusive,
+        copies=sequence.num_copies,
         cached_tokens=sequence.num_cached_tokens or 0,
     )
+
+
+def look_at_changes(
+    scheduler: Scheduler, trees: Seq[Seq[Branch]], always: Seq[bool]
+) -> tuple[BlockChanges, list[TreeLook | None]]:
+    """What happened to blocks since the last call, and a look at those trees that it concerns.
+
+    Where `always` says so a tree is looked at in any case. The scheduler notes nothing before the first call.
+    """
+    new = BlockChanges(scheduler.cache.block_size)
+    changes, scheduler.changes = scheduler.changes or new, new
+    concerned = [any(branch.id in changes.of for branch in tree) for tree in trees]
+    wanted = [concerns or asked for concerns, asked in zip(concerned, always, strict=True)]
+    return changes, [look_at_all(tree) if one else None for tree, one in zip(trees, wanted, strict=True)]
 
 
 def look_at_all(branches: Seq[Branch]) -> TreeLook:

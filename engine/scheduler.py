@@ -15,6 +15,7 @@ from itertools import chain
 from sortedcontainers import SortedKeyList
 
 from ramet.engine.admission import Gate
+from ramet.engine.block_changes import BlockChanges
 from ramet.engine.errors import OutOfCapacity
 from ramet.engine.preemption import choose_victim
 from ramet.engine.sequence import Hold, Sequence
@@ -70,6 +71,7 @@ class Scheduler:
         self.refused: list[tuple[Sequence, OutOfCapacity]] = []  # can never fit; the engine tells them
         self.complete: list[Sequence] = []  # had nothing to compute: all of it was cached
         self.gate: Gate | None = None  # a benchmark's: who may start, beside what the pages say
+        self.changes: BlockChanges | None = None  # of branches, if somebody wants to hear of them
         self.num_prompt_tokens = 0  # of all prompts, at their first admission
         self.num_cached_tokens = 0  # those of them that were found in the cache
         self.num_preemptions = 0
@@ -98,6 +100,10 @@ class Scheduler:
     def rest(self, sequence: Sequence) -> None:
         """The sequence's run has ended and its branch stays: it is the most recently used idle one."""
         self.remove(sequence)
+        if sequence.num_computed >= sequence.num_given_up:
+            sequence.num_given_up = 0
+        if self.changes is not None:
+            self.changes.rested(sequence)
         if sequence.is_live:
             sequence.live_cursor.row = None
             self.idle[sequence.hold][sequence] = None
@@ -186,7 +192,18 @@ class Scheduler:
             return False
         for pick, reservation in zip(writers, reserved, strict=True):
             pick.reservation = reservation
+        if self.cache.copies or self.changes is not None:
+            self._note(writers)
         return True
+
+    def _note(self, writers: list[Pick]) -> None:
+        """Count who copies a block, and tell who wants to hear of it what was reserved."""
+        for pick in writers:
+            sequence, tail = pick.sequence, pick.sequence.live_cursor.tail
+            copy = tail.block if tail is not None and tail.block in self.cache.copies else None
+            sequence.num_copies += copy is not None
+            if self.changes is not None and pick.reservation is not None:
+                self.changes.wrote(sequence, pick.end, pick.reservation.blocks, copy)
 
     # -- admission -----------------------------------------------------------------------------------
 
@@ -258,6 +275,8 @@ class Scheduler:
                 return None
             sequence.cursor = cursor
             sequence.safe_until = len(sequence.token_ids) + headroom
+            if self.changes is not None:
+                self.changes.admitted(sequence)
             if sequence.num_cached_tokens is None:
                 # The last token of a prompt always runs, so that there are logits.
                 sequence.num_cached_tokens = min(cursor.length, len(tokens) // TOKEN_BYTES - 1)
@@ -300,6 +319,9 @@ class Scheduler:
         """Turn a live branch's blocks into idle cache; False if it holds none."""
         if not sequence.is_live:
             return False
+        if self.changes is not None:
+            self.changes.parked(sequence)
+        sequence.num_given_up = max(sequence.num_given_up, sequence.num_computed)
         sequence.live_cursor.park()
         self._leave_idle(sequence)
         return True

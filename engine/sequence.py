@@ -64,6 +64,8 @@ class Sequence:
         "keep",
         "namespace",
         "num_cached_tokens",
+        "num_copies",
+        "num_given_up",
         "priority",
         "run",
         "safe_until",
@@ -85,6 +87,8 @@ class Sequence:
         self.stem: Stem | None = None  # what it has to compute, and others as well
         self.safe_until = 0  # not preempted again before it has this many tokens
         self.num_cached_tokens: int | None = None  # of the prompt, at the first admission
+        self.num_given_up = 0  # tokens that had KV when it was parked, until they have it again
+        self.num_copies = 0  # blocks that it copied on write
 
     @property
     def is_live(self) -> bool:
@@ -147,6 +151,7 @@ class Sequence:
     def truncate(self, position: int) -> None:
         """Forget all but the first `position` tokens."""
         del self.token_ids[position:]
+        self.num_given_up = min(self.num_given_up, position)
         if self.stem is not None and position < self.stem.end:
             self.leave_stem()
         if self.cursor is None:

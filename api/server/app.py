@@ -15,6 +15,7 @@ from ramet.api.server import branches, docs, meta, openai, scrape
 from ramet.api.server.auth import Keys
 from ramet.api.server.errors import as_api_error
 from ramet.api.server.gate import Gate
+from ramet.api.server.kv_events import tell_for_ever
 from ramet.api.server.leases import sweep_for_ever
 from ramet.api.server.settings import Settings
 from ramet.api.server.state import State
@@ -29,6 +30,7 @@ def create_app(engine: AsyncLLM, settings: Settings, keys: Keys | None = None) -
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         state.spawn(sweep_for_ever(state))
+        state.spawn(tell_for_ever(state))
         yield
         await state.close()
 

@@ -25,7 +25,7 @@ from ramet.api.server.branch_schemas import (
 from ramet.api.server.branch_store import Entry
 from ramet.api.server.branch_verbs import Context
 from ramet.api.server.branch_view import show_branch
-from ramet.api.server.errors import INTERNAL, ApiError, invalid, of_engine, of_validation
+from ramet.api.server.errors import INTERNAL, invalid, of_engine, of_validation, unsupported
 from ramet.api.server.schemas import Body
 from ramet.api.server.sse import DONE, EventStream, JsonResponse, event, unless_gone
 
@@ -74,12 +74,13 @@ async def _run(context: Context, index: int, op: BatchOp) -> dict[str, Any]:
         shown = known or INTERNAL
     failed = shown.body["error"]
     if shown.param is not None:
-        failed["param"] = f"ops.{index}.body.{shown.param}"
+        of_op = shown.param in BatchOp.model_fields  # and not of its body
+        failed["param"] = f"ops.{index}.{shown.param}" if of_op else f"ops.{index}.body.{shown.param}"
     return {"index": index, "status": shown.status_code, "result": None, "error": failed}
 
 
 async def _do(context: Context, op: BatchOp) -> dict[str, Any]:
-    entry: Entry = context.store.get(op.branch_id)
+    entry: Entry = context.store.get(op.branch_id, "branch_id")
     if op.op in ("cancel", "get", "delete"):
         given = dict(op.body or {})
         scope = given.pop("scope", "branch") if op.op == "delete" else "branch"
@@ -93,5 +94,5 @@ async def _do(context: Context, op: BatchOp) -> dict[str, Any]:
     schema, verb = _VERBS[op.op]
     body = schema.model_validate(op.body or {})
     if getattr(body, "stream", None):
-        raise ApiError(400, "stream belongs to the batch, not to an operation of it", param="stream")
+        raise unsupported("stream", "belongs to the batch, not to an operation of it")
     return await verb(context, entry, body)

@@ -16,7 +16,7 @@ from ramet.api.server.branch_generate import count_of_top, shown_choice
 from ramet.api.server.branch_schemas import BeamRequest, CreateRequest, PromptBeamRequest
 from ramet.api.server.branch_store import Entry
 from ramet.api.server.branch_verbs import Context, check_position, child_of, create, register, tokens_of
-from ramet.api.server.errors import ApiError, invalid, unsupported
+from ramet.api.server.errors import ApiError, blaming, invalid, unsupported
 from ramet.api.server.generating import abandon, result_of
 from ramet.api.server.ids import new_id
 from ramet.api.server.sampling import beam_search_params
@@ -130,6 +130,10 @@ class PromptSearch(Searching):
     body: PromptBeamRequest
     endpoint = "/v1/beam_search"
 
+    def __init__(self, context: Context, body: PromptBeamRequest, prompt_field: str) -> None:
+        super().__init__(context, body)
+        self.prompt_field = prompt_field
+
     async def begin(self) -> Work[Any]:
         context = self.context
         context.state.check_model(self.body.model)
@@ -144,7 +148,8 @@ class PromptSearch(Searching):
         )
         self._held.callback(work.close)
         works.append(work)
-        await work.started()
+        with blaming(self.prompt_field):
+            await work.started()
         context.state.metrics.beams(self.params)
         return work
 
@@ -276,7 +281,7 @@ async def _of_prompt(context: Context, body: PromptBeamRequest) -> Searching:
     if not body.return_branches:
         if body.expect_position is not None:
             raise invalid("expect_position", "must be left out: there is no branch yet")
-        return PromptSearch(context, body)
+        return PromptSearch(context, body, given[0])
     fields = {name: getattr(body, name) for name in (*_OF_PROMPTS, "cache_salt")}
     made = await create(context, CreateRequest(**fields, prefill="lazy"))
     return BranchSearch(context, context.store.get(made["id"]), body, new=True)

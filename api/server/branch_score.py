@@ -11,7 +11,7 @@ from ramet.api.server.answers import finite
 from ramet.api.server.branch_schemas import Candidate, ScoreRequest
 from ramet.api.server.branch_store import Entry
 from ramet.api.server.branch_verbs import Context
-from ramet.api.server.errors import invalid
+from ramet.api.server.errors import blaming, invalid
 from ramet.engine.outputs import Score
 from ramet.engine.scoring import normalized
 from ramet.engine.tokenizer import validate_token_ids
@@ -34,9 +34,13 @@ async def score(context: Context, entry: Entry, body: ScoreRequest) -> dict[str,
             raise invalid(f"next_token_candidates.{index}", limit)
     suffix = None if body.suffix is None else await _tokens(context, body.suffix, "suffix")
     position = len(entry.branch)
-    looks, scores = await asyncio.gather(
-        state.engine.look([entry.branch]), entry.branch.score([*many, *named], suffix=suffix)
-    )
+    field = "candidates" if many else "next_token_candidates"
+    if suffix is not None and position + len(suffix) > state.engine.config.max_tokens:
+        field = "suffix"
+    with blaming(field):
+        looks, scores = await asyncio.gather(
+            state.engine.look([entry.branch]), entry.branch.score([*many, *named], suffix=suffix)
+        )
     resident = looks[0].resident_tokens
     await leases.use(state, entry)
     state.metrics.score_candidates.inc(len(scores))

@@ -84,7 +84,7 @@ class Entry:
         """Raise ApiError if there would be too many names of positions."""
         known = checkpoint is None or checkpoint in self.checkpoints
         if not known and len(self.checkpoints) >= MAX_CHECKPOINTS:
-            raise ApiError(400, f"a branch has at most {MAX_CHECKPOINTS} checkpoints", param="checkpoint")
+            raise invalid("checkpoint", f"must be one of the {MAX_CHECKPOINTS} that the branch has at most")
 
     def mark(self, checkpoint: str | None) -> None:
         """Name the position where the branch is now. Raises as `check_mark` does."""
@@ -156,19 +156,23 @@ class BranchStore:
         """In the order in which they came."""
         return list(self._entries.values())
 
-    def get(self, branch_id: str) -> Entry:
-        """Raises ApiError for an id that this tenant does not have, whoever else may."""
+    def get(self, branch_id: str, param: str | None = None) -> Entry:
+        """Raises ApiError for an id that this tenant does not have, whoever else may.
+
+        `param` is the field of the body that it came in, if it was not the path.
+        """
         entry = self._entries.get(branch_id)
         if entry is None:
             if self._gone.get(branch_id) == "expired":
-                raise ApiError(404, f"the branch {branch_id!r} has expired", code="branch_expired")
-            raise not_found("branch", branch_id)
+                message = f"the branch {branch_id!r} has expired"
+                raise ApiError(404, message, code="branch_expired", param=param)
+            raise not_found("branch", branch_id, param)
         return entry
 
-    def tree(self, tree_id: str) -> Tree:
+    def tree(self, tree_id: str, param: str | None = None) -> Tree:
         tree = self.trees.get(tree_id)
         if tree is None:
-            raise not_found("tree", tree_id)
+            raise not_found("tree", tree_id, param)
         return tree
 
     def check_room(self, tree: Tree | None, n: int) -> None:

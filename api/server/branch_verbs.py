@@ -25,7 +25,7 @@ from ramet.api.server.branch_schemas import (
 )
 from ramet.api.server.branch_store import BranchStore, Entry, Tree, Turn
 from ramet.api.server.branch_view import show_branch, show_branches
-from ramet.api.server.errors import ApiError, invalid, not_found, unsupported
+from ramet.api.server.errors import ApiError, blaming, invalid, not_found, unsupported
 from ramet.api.server.events import EventLog
 from ramet.api.server.messages import normalised
 from ramet.api.server.state import State, request_id_of, state_of, tenant_of
@@ -61,19 +61,19 @@ async def create(context: Context, body: CreateRequest) -> dict[str, Any]:
     if len(given) != 1:
         raise invalid("messages", "or prompt, token_ids or from must be given, and only one of them")
     if body.from_ is not None:
-        source = store.get(body.from_.branch_id)
+        source = store.get(body.from_.branch_id, "from.branch_id")
         position = _position(source, body.from_.position, "from.position")
         (child,) = await _fork(context, source, 1, position, body)
         return await show_branch(state, child)
-    tree = None if body.tree_id is None else store.tree(body.tree_id)
+    tree = None if body.tree_id is None else store.tree(body.tree_id, "tree_id")
     store.check_room(tree, 1)
     token_ids, messages = await tokens_of(state, body)
     if tree is None:
         tree = new_tree(state)
     tree.check_tokens(len(token_ids))
-    branch = await state.engine.branch(
-        token_ids, namespace=context.tenant.namespace(body.cache_salt), compute=body.prefill != "lazy"
-    )
+    namespace = context.tenant.namespace(body.cache_salt)
+    with blaming(given[0]):
+        branch = await state.engine.branch(token_ids, namespace=namespace, compute=body.prefill != "lazy")
     entry = new_entry(state, branch, tree)
     entry.checkpoints["prompt"] = len(token_ids)
     if messages is not None:
@@ -189,10 +189,11 @@ async def extend(context: Context, entry: Entry, body: ExtendRequest) -> dict[st
             new = validate_token_ids(body.token_ids, state.text.vocab_size, "token_ids")
         entry.tree.check_tokens(len(new))
         logprobs: list[float] = []
-        if body.prefill == "lazy" and keep == start:
-            await branch.extend(new)
-        else:
-            logprobs = await branch.compute(new, at=keep, logprobs=bool(body.return_logprobs))
+        with blaming(given[0]):
+            if body.prefill == "lazy" and keep == start:
+                await branch.extend(new)
+            else:
+                logprobs = await branch.compute(new, at=keep, logprobs=bool(body.return_logprobs))
         entry.cut(keep)
         if messages is not None:
             entry.turns.append(Turn(keep, len(branch), messages))

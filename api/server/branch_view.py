@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ramet.api.server import kv_events
 from ramet.api.server.branch_store import MAX_TREE_BRANCHES, MAX_TREE_TOKENS, Entry, Tree
 from ramet.api.server.errors import invalid
 from ramet.api.server.state import State
@@ -96,6 +97,8 @@ def _show(state: State, entry: Entry, look: BranchLook, parts: set[str]) -> dict
 async def show_tree(state: State, tree: Tree, parts: set[str] | None = None) -> dict[str, Any]:
     """What a tree holds, each block counted once."""
     parts = parts or set()
+    if tree.events.told is not None:
+        await kv_events.tell(state)  # whoever asks for the numbers finds what led to them in the feed
     entries = list(tree.branches.values())
     looks = await state.engine.look([entry.branch for entry in entries])
     whole = await state.engine.look_at_tree([entry.branch for entry in entries])
@@ -122,6 +125,7 @@ async def show_tree(state: State, tree: Tree, parts: set[str] | None = None) -> 
             "block_size": state.engine.config.block_size,
             "blocks": whole.blocks,
             "shared_blocks": whole.shared_blocks,
+            "cow_copies": sum(look.copies for look in looks),
             "bytes": whole.blocks * size,
             "pinned_bytes": size * len(pinned),
             "resident_tokens": whole.physical_tokens,

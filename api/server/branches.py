@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
-from ramet.api.server import branch_beams, branch_generate, branch_store, branch_verbs as verbs
+from ramet.api.server import branch_beams, branch_generate, branch_store, branch_verbs as verbs, kv_events
 from ramet.api.server.batch import run_batch
 from ramet.api.server.branch_schemas import (
     MAX_BATCH,
@@ -242,11 +242,13 @@ async def events(tree_id: str, request: Request) -> Response:
     """Server-sent events of a tree; Last-Event-ID goes on where a reader was cut off."""
     context = context_of(request)
     tree = context.store.tree(tree_id)
+    await kv_events.watch(context.state, tree)
     last = request.headers.get("last-event-id", "")
     after = int(last) if last.isdecimal() and len(last) <= 18 else None
 
     def snapshot() -> dict[str, Any]:
-        return {"tree_id": tree.id, "branches": [_brief(one) for one in tree.branches.values()]}
+        branches = [_brief(one) for one in tree.branches.values()]
+        return {"tree_id": tree.id, "branches": branches, "kv": kv_events.totals(context.state, tree)}
 
     return EventStream(tree.events.read(after, snapshot), lambda: None)
 

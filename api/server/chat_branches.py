@@ -38,7 +38,7 @@ async def prompt_of(context: Context, body: ChatRequest) -> tuple[list[int], Has
 def _source(context: Context, branch_id: str, body: ChatRequest) -> Entry:
     if body.cache_salt is not None:
         raise invalid("cache_salt", "cannot be given with branch_id: the branch has its own")
-    return context.store.get(branch_id)
+    return context.store.get(branch_id, "branch_id")
 
 
 async def _splice(context: Context, source: Entry, held: list[int], body: ChatRequest) -> Splice:

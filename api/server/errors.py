@@ -6,7 +6,8 @@ error says it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -67,8 +68,25 @@ def unsupported(param: str, why: str = "is not supported") -> ApiError:
     return invalid(param, why, code="unsupported_parameter")
 
 
-def not_found(what: str, name: str) -> ApiError:
-    return ApiError(404, f"there is no {what} {name[:80]!r}", code=f"{what}_not_found")
+def not_found(what: str, name: str, param: str | None = None) -> ApiError:
+    """`param`: the field of the body that names it, if it is not the path."""
+    return ApiError(404, f"there is no {what} {name[:80]!r}", code=f"{what}_not_found", param=param)
+
+
+@contextmanager
+def blaming(field: str) -> Iterator[None]:
+    """If a request can never fit, it is because of this field: the engine knows none."""
+    try:
+        yield
+    except OutOfCapacity as error:
+        raise _out_of_capacity(error, field) from error
+
+
+def _out_of_capacity(error: OutOfCapacity, field: str | None) -> ApiError:
+    if error.unit == "blocks" and error.needed <= error.available:
+        message = "the blocks that this needs are held by pinned branches"
+        return ApiError(429, message, code="kv_capacity_exhausted", retry=True)
+    return ApiError(400, str(error), code="context_length_exceeded", param=field)
 
 
 def of_engine(error: BaseException) -> ApiError | None:
@@ -78,11 +96,8 @@ def of_engine(error: BaseException) -> ApiError | None:
             return error
         case InvalidInput():
             return ApiError(400, str(error), code="invalid_value", param=error.field)
-        case OutOfCapacity(unit="blocks") if error.needed <= error.available:
-            message = "the blocks that this needs are held by pinned branches"
-            return ApiError(429, message, code="kv_capacity_exhausted", retry=True)
         case OutOfCapacity():
-            return ApiError(400, str(error), code="context_length_exceeded")
+            return _out_of_capacity(error, None)
         case BranchReleased():
             return ApiError(404, "the branch was released meanwhile", code="branch_not_found")
         case StepFailed():

@@ -51,7 +51,12 @@ class Idempotency:
         self._forget_old()
         while (kept := self._kept.get(key)) is not None:
             if kept.request != digest:
-                raise ApiError(422, "this key stands for another request", code="idempotency_key_reused")
+                raise ApiError(
+                    422,
+                    "this key stands for another request",
+                    code="idempotency_key_reused",
+                    param="idempotency-key",
+                )
             answer = await asyncio.shield(kept.answer)
             if answer is not None:
                 replay = Response(answer.body, answer.status_code)

@@ -13,7 +13,7 @@ from ramet.api.server.answers import respond
 from ramet.api.server.branch_verbs import context_of
 from ramet.api.server.chat_completions import ChatAnswer, chat_params
 from ramet.api.server.completions import CompletionAnswer, completion_params
-from ramet.api.server.errors import not_found
+from ramet.api.server.errors import blaming, not_found
 from ramet.api.server.json_body import StrictRoute
 from ramet.api.server.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from ramet.api.server.state import State, request_id_of, state_of, tenant_of
@@ -29,7 +29,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     """Continue one prompt or many, each a text or token ids."""
     state, tenant = state_of(request), tenant_of(request)
     model = state.check_model(body.model)
-    with ExitStack() as held:
+    with blaming("prompt"), ExitStack() as held:
         works = held.enter_context(tenant.running(request_id_of(request)))
         prompts = await state.text.prompts(
             body.prompt, add_special_tokens=body.add_special_tokens is not False
@@ -57,8 +57,9 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     state, tenant = context.state, context.tenant
     model = state.check_model(body.model)
     if body.store_branch:
-        return await chat_branches.keep(context, body, model, request)
-    with ExitStack() as held:
+        with blaming("messages"):
+            return await chat_branches.keep(context, body, model, request)
+    with blaming("messages"), ExitStack() as held:
         works = held.enter_context(tenant.running(request_id_of(request)))
         params = chat_params(body)
         prompt, namespace = await chat_branches.prompt_of(context, body)

@@ -34,6 +34,7 @@ class State:
         self.metrics = Metrics(settings.model_names[0], vllm_names=settings.vllm_metrics)
         self.started_at = int(time.time())
         self.clock: Callable[[], float] = time.time
+        self.telling = asyncio.Lock()  # of blocks: one look after the other
         self._tasks: set[asyncio.Task[Any]] = set()
         self.draining = False  # the server is stopping: what runs may end, nothing new begins
 

@@ -43,10 +43,12 @@ class Text:
     @property
     def tokenizer(self) -> Tokenizer:
         """For what changes no setting of it, and is short. Raises ApiError if the model has none."""
+        return self._needed_for(None)
+
+    def _needed_for(self, field: str | None) -> Tokenizer:
         if self._tokenizer is None:
-            raise ApiError(
-                400, "this model has no tokenizer: only token ids can be used", code="no_tokenizer"
-            )
+            message = "this model has no tokenizer: only token ids can be used"
+            raise ApiError(400, message, code="no_tokenizer", param=field)
         return self._tokenizer
 
     @cached_property
@@ -69,7 +71,7 @@ class Text:
     async def encode(
         self, text: str, field: str, *, add_special_tokens: bool = True, control_tokens: bool = True
     ) -> list[int]:
-        tokenizer = self.tokenizer
+        tokenizer = self._needed_for(field)
         self.check_length(len(text), field)
         return await self._run(
             lambda: tokenizer.encode(
@@ -101,7 +103,7 @@ class Text:
         options: dict[str, Any] | None = None,
     ) -> list[int]:
         """The token ids of a conversation; `options` go to the chat template."""
-        tokenizer = self.tokenizer
+        tokenizer = self._needed_for("messages")
         self.check_length(sum(map(_num_chars, messages)), "messages")
         if continue_final_message and add_generation_prompt:
             raise invalid("continue_final_message", "needs add_generation_prompt to be false")

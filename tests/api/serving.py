@@ -6,8 +6,8 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 import httpx2
 from tokenizers import Tokenizer as Backend, decoders, models, pre_tokenizers
@@ -20,6 +20,7 @@ from ramet.api.server.run import Server, make_server
 from ramet.api.server.settings import Settings
 from ramet.testing import ScriptedModel, check_invariants
 
+T = TypeVar("T")
 TEMPLATE = """\
 {%- for m in messages -%}
 <s>{{ m.role[0] }}:{{ m.content }}{% for c in m.tool_calls or [] %}!{{ c.function.name }}{% endfor %}</s>
@@ -119,6 +120,10 @@ class Serving:
 
     def get(self, path: str, **more: Any) -> httpx2.Response:
         return self.http.get(path, **more)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Let the server's event loop do something."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(10)
 
     def wait_until(self, condition: Callable[[], bool], seconds: float = 10) -> None:
         """Until something that a thread does has happened."""

@@ -108,6 +108,12 @@ def test_an_error_is_one_line(ramet: Run, arguments: list[str], status: int, wor
     assert line.startswith("ramet: ") and words in line
 
 
+def test_a_missing_extra_says_how_to_get_it(ramet: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ramet.api.server.run", None)
+    status, _, err = ramet("serve")
+    assert status == 2 and "pip install '.[serve]'" in err and "pip install 'ramet[serve]'" in err
+
+
 def test_a_missing_model_says_how_to_get_it(ramet: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*_: object) -> LLM:
         raise ModelNotFound("smollm2", "run `make model`")

@@ -14,6 +14,7 @@ from ramet.api.server import branches, meta, openai, scrape
 from tests.api.serving import Serve, Serving
 
 PAGE = Path(__file__).parents[2] / "docs/api.md"
+SERVER = Path(__file__).parents[2] / "api/server"
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 
@@ -46,3 +47,25 @@ def test_every_route_is_on_the_page() -> None:
     for route in routes:
         path = re.sub(r"\{(branch|tree)_id\}", "{id}", route.path).replace("{request_id}", "{x-request-id}")
         assert path.removesuffix("/{name:path}") in page, route.path
+
+
+def test_every_error_code_is_on_the_page() -> None:
+    sources = "".join(path.read_text() for path in SERVER.glob("*.py"))
+    codes = set(re.findall(r'code(?:: str )?=\s?"(\w+)"', sources)) | set(
+        re.findall(r'40\d: "(\w+)"', sources)
+    )
+    codes |= {f"{what}_not_found" for what in re.findall(r'not_found\("(\w+)"', sources)}
+    codes -= {"authentication_error", "permission_error", "not_found_error", "conflict_error"}  # types
+    assert {"branch_busy", "tree_not_found", "path_not_found", "invalid_value"} <= codes
+    page = PAGE.read_text().split("## Errors")[1].split("## ")[0]
+    assert [code for code in sorted(codes) if f"`{code}`" not in page] == []
+
+
+def test_every_event_of_a_feed_is_on_the_page() -> None:
+    sources = "".join(path.read_text() for path in SERVER.glob("*.py"))
+    page = PAGE.read_text().split("## The feed of a tree")[1].split("## ")[0]
+    kv = set(re.findall(r'add\("(kv\.\w+)"', sources.replace("\n        ", "")))
+    branch = set(re.findall(r'events\.add\("branch\.(\w+)"', sources))
+    assert len(kv) == 5 and len(branch) == 8  # and pruned and expired, whose names are put together
+    for name in (*kv, *branch, "pruned", "expired"):
+        assert f"`{name}`" in page or f"`branch.{name}`" in page, name

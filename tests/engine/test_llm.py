@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ramet import LLM, BranchReleased, InvalidInput, OutOfCapacity, SamplingParams, StepFailed
-from ramet.testing import ScriptedModel, check_idle, tiny_llama
+from ramet.testing import ScriptedModel, check_idle, fail_forward, tiny_llama
 
 MakeLLM = Callable[..., LLM]
 PROMPT = random.Random(0).choices(range(512), k=40)
@@ -370,6 +370,17 @@ def test_bad_settings_of_an_engine(tiny_module: Any, settings: dict[str, Any], f
     with pytest.raises(InvalidInput) as raised:
         LLM(tiny_module, **{"num_blocks": 8, **settings})
     assert raised.value.field == field
+
+
+def test_a_stream_tells_of_a_step_that_failed_while_it_rested(make_tiny: MakeLLM) -> None:
+    llm = make_tiny()
+    stream = llm.stream(PROMPT, max_tokens=20, ignore_eos=True)
+    next(stream)
+    with fail_forward(llm, 0), pytest.raises(StepFailed):
+        llm.generate([1, 2, 3], max_tokens=1)
+    with pytest.raises(StepFailed):
+        next(stream)
+    check_idle(llm)
 
 
 def test_stream_equals_generate(make_tiny: MakeLLM) -> None:

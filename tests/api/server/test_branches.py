@@ -586,16 +586,49 @@ def test_bad_creations(api: Api) -> None:
         ({"prompt": "a", "lease": {"ttl": "5"}}, "lease.ttl"),
     ):
         assert error_of(api.call("POST", "/v1/branches", body), 400)["param"] == param
-    unknown: list[tuple[dict[str, Any], str]] = [
-        ({"from": {"branch_id": "br_x"}}, "branch_not_found"),
-        ({"prompt": "a", "tree_id": "tree_x"}, "tree_not_found"),
-        ({"prompt": "a", "model": "other"}, "model_not_found"),
+    unknown: list[tuple[dict[str, Any], str, str]] = [
+        ({"from": {"branch_id": "br_x"}}, "branch_not_found", "from.branch_id"),
+        ({"prompt": "a", "tree_id": "tree_x"}, "tree_not_found", "tree_id"),
+        ({"prompt": "a", "model": "other"}, "model_not_found", "model"),
     ]
-    for body, code in unknown:
-        assert error_of(api.call("POST", "/v1/branches", body), 404)["code"] == code
-    error = error_of(api.call("POST", "/v1/branches", {"prompt": "a" * 5000}), 400)
-    assert error["code"] == "context_length_exceeded"
+    for body, code, param in unknown:
+        error = error_of(api.call("POST", "/v1/branches", body), 404)
+        assert (error["code"], error["param"]) == (code, param)
     assert len(ok(api.call("GET", "/v1/branches"))["data"]) == 1
+
+
+def test_what_can_never_fit_names_the_field_that_is_too_long(serve: Serve) -> None:
+    server = serve(make_llm(max_model_len=64))
+    api = Api(server)
+    root = api.create(prompt="a" * 60)["id"]
+    long = "b" * 70
+    chat = [{"role": "user", "content": long}]
+    calls: list[tuple[str, dict[str, Any], str]] = [
+        ("/v1/branches", {"prompt": long}, "prompt"),
+        ("/v1/branches", {"messages": chat}, "messages"),
+        ("/v1/branches", {"token_ids": ids(long), "prefill": "lazy"}, "token_ids"),
+        ("/v1/beam_search", {"prompt": long}, "prompt"),
+        ("/v1/beam_search", {"messages": chat, "stream": True}, "messages"),
+        ("/v1/beam_search", {"token_ids": ids(long), "return_branches": True}, "token_ids"),
+        ("/v1/chat/completions", {"messages": chat}, "messages"),
+        ("/v1/chat/completions", {"messages": chat, "stream": True}, "messages"),
+        ("/v1/chat/completions", {"messages": chat, "store_branch": True}, "messages"),
+        ("/v1/chat/completions", {"messages": chat, "branch_id": root, "store_branch": True}, "messages"),
+        (f"/v1/branches/{root}/extend", {"text": "12345"}, "text"),
+        (f"/v1/branches/{root}/extend", {"token_ids": ids("12345"), "prefill": "lazy"}, "token_ids"),
+        (f"/v1/branches/{root}/score", {"candidates": [{"text": "123456"}]}, "candidates"),
+        (
+            f"/v1/branches/{root}/score",
+            {"candidates": [{"text": "1"}], "suffix": {"text": "12345"}},
+            "suffix",
+        ),
+    ]
+    for path, body, param in calls:
+        error = error_of(api.call("POST", path, body), 400)
+        assert (error["code"], error["param"]) == ("context_length_exceeded", param), (path, body)
+    api.do(root, "generate", max_tokens=9)  # to the end: 64 tokens and one that is not fed
+    assert api.fails(400, root, "generate")["param"] is None  # no field is too long, the branch is
+    api.drop(api.get(root)["tree_id"])
 
 
 def test_an_expected_position_that_is_not_met_is_a_conflict(api: Api) -> None:
@@ -700,7 +733,13 @@ def test_batch_runs_operations_side_by_side(api: Api) -> None:
     assert [one["index"] for one in results] == list(range(9))
     assert [one["status"] for one in results] == [200, 200, 200, 400, 404, 400, 200, 200, 400]
     assert results[1]["result"]["position"] == 6
-    assert results[3]["error"]["param"] == "ops.3.body.temperature"
+    errors = [one["error"] for one in results if one["error"] is not None]
+    assert [(one["code"], one["param"]) for one in errors] == [
+        ("invalid_value", "ops.3.body.temperature"),
+        ("branch_not_found", "ops.4.branch_id"),
+        ("unsupported_parameter", "ops.5.body.stream"),
+        ("invalid_value", "ops.8.body"),
+    ]
     response = api.call("POST", "/v1/branches/batch", {"ops": ops[:4], "stream": True})
     *events, done, _ = response.text.split("\n\n")
     assert done == "data: [DONE]"

@@ -136,7 +136,7 @@ def test_a_branch_that_holds_no_messages_gives_what_both_begin_with(api: Api) ->
 def test_what_is_refused(api: Api) -> None:
     branch = chat(api, HI)["choices"][0]["branch_id"]
     for body, status, param in (
-        ({"branch_id": "br_unknown"}, 404, None),
+        ({"branch_id": "br_unknown"}, 404, "branch_id"),
         ({"branch_id": branch, "cache_salt": "x"}, 400, "cache_salt"),
         ({"branch_id": 5}, 400, "branch_id"),
         ({"branch_id": "b" * 65}, 400, "branch_id"),

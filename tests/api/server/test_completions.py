@@ -348,8 +348,9 @@ def test_the_context_limit(serve: Serve) -> None:
             body = {"prompt": "a" * length, "max_tokens": 10, "temperature": 0, "return_token_ids": True}
             (choice,) = both(server, body)
             assert (len(choice["token_ids"]), choice["finish_reason"]) == (made, "length")
-    error = error_of(server.post(PATH, {"prompt": "a" * 65, "stream": True}), 400)
-    assert error["code"] == "context_length_exceeded"
+    for stream in (True, False):
+        error = error_of(server.post(PATH, {"prompt": "a" * 65, "stream": stream}), 400)
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
 
 
 def test_salts_and_tenants_share_no_prefix(serve: Serve) -> None:

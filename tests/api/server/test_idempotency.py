@@ -25,7 +25,8 @@ def test_a_replay_is_the_first_answer(serve: Serve) -> None:
     assert again.headers["idempotent-replayed"] == "true" and "idempotent-replayed" not in first.headers
     assert len(ok(api.call("GET", "/v1/branches"))["data"]) == 1
     other = api.call("POST", "/v1/branches", {"prompt": "b"}, **{"idempotency-key": "k"})
-    assert error_of(other, 422)["code"] == "idempotency_key_reused"
+    error = error_of(other, 422)
+    assert (error["code"], error["param"]) == ("idempotency_key_reused", "idempotency-key")
     path = f"/v1/branches/{first.json()['id']}/extend"
     assert error_of(api.call("POST", path, {"prompt": "a"}, **{"idempotency-key": "k"}), 422)
     for _ in range(2):

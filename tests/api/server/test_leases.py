@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from ramet.api.server.leases import sweep
 from tests.api.server.test_branches import Api, ok
 from tests.api.serving import Serve, Serving, error_of, make_llm
@@ -14,7 +12,7 @@ def at(server: Serving, now: float) -> None:
     state = server.server.state
     state.clock = lambda: now
     for store in state.stores():
-        asyncio.run_coroutine_threadsafe(sweep(state, store), server.loop).result(10)
+        server.run(sweep(state, store))
 
 
 def flood(server: Serving) -> None:

@@ -71,6 +71,7 @@ def test_a_model_without_a_tokenizer_takes_token_ids(serve: Serve) -> None:
     server = serve(LLM(ScriptedModel(lambda past: len(past), 64), num_blocks=16))
     for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]})):
         assert error_of(server.post(path, body), 400)["code"] == "no_tokenizer"
+    assert error_of(server.post("/v1/completions", {"prompt": "a"}), 400)["param"] == "prompt"
     assert error_of(server.get("/tokenizer_info"), 400)
     ask = {"prompt": [1, 2], "max_tokens": 2, "return_token_ids": True, "logprobs": 1, "echo": True}
     choice = server.post("/v1/completions", ask).json()["choices"][0]
