@@ -42,10 +42,10 @@ class _Card(ctypes.Structure):
 
     _fields_ = (
         ("tiles", _Tile * 6),
-        *((name, _LONG) for name in ("num_sms", "num_kv_heads", "head_dim", "group")),
+        *((name, _LONG) for name in ("num_sms", "num_kv_heads", "head_dim", "group", "narrow_rows")),
         ("block_bytes", _LONG),
         *((name, ctypes.c_int32) for name in ("block_size", "spare_tokens")),
-        *((name, _LONG) for name in ("narrow_rows", "min_chunk")),
+        ("min_chunk", _LONG),
         *((name, _DOUBLE) for name in ("gate_bytes", "gate_bytes_few_rows", "flops_per_byte")),
     )
 

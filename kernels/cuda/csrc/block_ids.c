@@ -1,7 +1,7 @@
 /* The ids of the blocks that a step reads. As long as a row's table is the same object, it changes from a step to the
- * next from the last block of the first on only: that may be a copy now, and others may have joined it (see
- * AttentionPlan). So of such a row only those are read, which is what makes a new tree cheap: the ids of a tree of 256
- * branches are numbers of their own all over the memory, 9,000 of them. */
+ * next from the last block of the first on only: that may be a copy now, and others may have joined it (AttentionPlan).
+ * Only those are read of such a row, in a new tree as well: its other ids are copied from where they were. Python's
+ * numbers lie all over the memory, and to read the 9,000 of a tree of 256 branches takes 75 us. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -40,7 +40,8 @@ static int32_t known_until(const Row *before, int32_t end)
 }
 
 /* Copy ids [block0, block1) of a row of a tree: from the end on, what is its own, then what it shares. */
-static void copy_ids(const Tree *tree, const int32_t *from, const Row *row, int32_t block0, int32_t block1, int32_t *ids)
+static void copy_ids(const Tree *tree, const int32_t *from, const Row *row, int32_t block0, int32_t block1,
+                     int32_t *ids)
 {
     const Segment *segments = tree->segments;
     int32_t place = row->place; /* of block 0, if it lay beside what is below `above` */

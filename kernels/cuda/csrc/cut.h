@@ -8,12 +8,13 @@
 typedef struct {
     int32_t row0, num_rows;
     int32_t block0, num_tokens; /* from the start of that block on */
-    int32_t above;              /* the shared segment around it, or -1 */
     int32_t is_shared;
-    int32_t num_tiles;          /* that its rows take; 0 for a narrow one, whose rows fit into any */
-    int32_t num_chunks, chunk_tokens;
-    int32_t part0;              /* of its first chunk */
-    int32_t is_whole;           /* whether it is all that its row sees */
+    int32_t above;              /* of a shared one: the one around it, or -1 */
+    int32_t num_tiles;          /* of a wide one: how many its rows take */
+    int32_t num_chunks;
+    int32_t chunk_tokens;       /* the last chunk may have fewer */
+    int32_t part0;              /* of its rows' parts, the one that its first chunk yields */
+    int32_t is_whole;           /* whether it is all that its row sees, in one chunk */
     int32_t num_blocks, place;  /* the room for its block ids */
 } Segment;
 

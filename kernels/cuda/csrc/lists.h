@@ -14,15 +14,13 @@ typedef struct {
     Tile tiles[NUM_TILES];
     int64_t num_sms, num_kv_heads, head_dim;
     int64_t group;       /* query heads of a KV head */
+    int64_t narrow_rows; /* query rows of a narrow tile */
     int64_t block_bytes; /* of a layer */
     int32_t block_size;
-    int32_t spare_tokens; /* by how much rows may grow before they want new lists */
-    int64_t narrow_rows; /* query rows of a narrow tile */
-    int64_t min_chunk;   /* tokens: a part has to be written, read and added up */
-    /* Shared segments cost a further launch. They pay from so many bytes a layer that are not read again; from more
-     * if few rows share. */
-    double gate_bytes, gate_bytes_few_rows;
-    double flops_per_byte; /* where the card computes as long as it reads */
+    /* Constants of ramet.kernels.cuda.work_list and tile, which say why. */
+    int32_t spare_tokens;
+    int64_t min_chunk;
+    double gate_bytes, gate_bytes_few_rows, flops_per_byte;
 } Card;
 
 /* The sections of the buffer that the card gets a copy of: tokens and part_starts [R]; merges and items, behind which
@@ -34,13 +32,18 @@ typedef struct {
     int64_t starts[NUM_SECTIONS + 1]; /* of the sections, and the end of the last */
 } Buffer;
 
-/* What one launch's programs take from its list. */
+/* One chunk of a segment for the query rows of one tile. */
 typedef struct {
-    int32_t row0, num_rows;     /* 0 rows fill up a launch of fixed size */
-    int32_t first_id;           /* among the block ids */
-    int32_t position, num_tokens;
-    int32_t part, is_whole, unused;
+    int32_t row0, num_rows; /* 0 rows fill up a launch of fixed size */
+    int32_t first_id;       /* where in the ids that of its first block is */
+    int32_t position;
+    int32_t num_tokens;     /* OPEN: as far as its row reaches, whose length the kernel looks up */
+    int32_t part;           /* of each of its rows */
+    int32_t is_whole;       /* whether it is all of its row */
+    int32_t unused;
 } Item;
+
+#define OPEN -1
 
 typedef struct {
     int32_t token, first_part, num_parts, unused;
@@ -56,35 +59,35 @@ typedef struct {
     int32_t token;     /* its query's index in the batch */
     int32_t kv_len;    /* when the lists were made, */
     int32_t spare;     /* and by how much it may have grown since */
-    int32_t end;       /* blocks of its table that it used in the step before */
+    int32_t end;       /* how many blocks of its table it used in the step before, */
     int32_t last_id;   /* and the last of them */
     int32_t deepest;   /* the last shared segment on its path, or -1 */
     int32_t place;     /* where block 0 of its table would lie beside its last block */
-    int32_t num_parts; /* of its own, to be merged */
+    int32_t num_parts; /* to be merged */
     int32_t before;    /* its row in the step before, or -1 */
 } Row;
 
 /* What is remembered of a step. */
 typedef struct {
-    int64_t num_rows, num_shared, num_segments, num_shared_segments, num_ids;
+    int64_t num_rows, num_shared, num_segments, num_narrow, num_wide, num_ids;
     Row *rows;
-    Shared *shared;      /* all of the plan, with these rows */
-    Segment *segments;   /* the shared ones if they pay together, each after those above it; then a row's own */
-    Segment **narrow, **wide;
-    int64_t num_narrow, num_wide; /* segments */
+    Shared *shared;           /* all of the plan that decoding rows share */
+    Segment *segments;        /* the shared ones if they pay together, each after those above it; then the rows' own */
+    Segment **narrow, **wide; /* the same, by what bounds them: see ramet.kernels.cuda.tile */
     Scratch scratch;
 } Tree;
 
-/* One step, as Python has it. */
+/* One step, as Python has it: a plan of S rows, and which of them decode. */
 typedef struct {
-    PyObject *tables;            /* a list of the plan's rows' sequences of block ids */
-    PyObject *segments;          /* the plan's */
-    const int64_t *rows;         /* [R] which of the plan's rows decode */
-    int64_t num_rows;
-    const int64_t *kv_lens, *query_starts; /* of the plan's rows */
+    PyObject *tables;            /* a list of S sequences of block ids */
+    PyObject *segments;          /* a tuple of them */
+    const int64_t *rows;         /* [R] in order */
+    int64_t num_rows;            /* R */
+    const int64_t *kv_lens;      /* [S] */
+    const int64_t *query_starts; /* [S + 1] */
 } Step;
 
-/* What ramet.kernels.cuda.work_list shares with the functions below. */
+/* What ramet.kernels.cuda.work_list shares with the functions here. */
 typedef struct {
     Card card;
     /* Of the lists that were made last: */
@@ -103,7 +106,7 @@ int suits(const Tree *tree, const Step *step);
 Tree *make_tree(Lists *lists, const Step *step);
 
 /* Write all lists. */
-void write_lists(Lists *lists, const Tree *tree);
+void write_lists(const Lists *lists, const Tree *tree);
 
 /* Write the block ids of all segments. Those of rows whose table was in the tree before, if there is one, are copied
  * from its ids, the others read. Returns 0, or -1 with an exception. */

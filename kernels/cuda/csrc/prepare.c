@@ -1,4 +1,4 @@
-/* One step: what of its lists, block ids and lengths the card has to be sent. */
+/* One step: its lists, block ids and lengths, and which of them the card has to be sent. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -13,8 +13,12 @@ static int check(const Step *step)
     int64_t num_rows = PyList_Size(step->tables), last = -1;
     for (int64_t i = 0; i < step->num_rows; i++) {
         int64_t row = step->rows[i];
-        if (row <= last || row >= num_rows || step->kv_lens[row] < 1 || step->kv_lens[row] > MAX_NUMBER) {
-            PyErr_SetString(PyExc_ValueError, "rows are in order, each of the plan's, and have 1 to 2^30 tokens");
+        if (row <= last || row >= num_rows) {
+            PyErr_SetString(PyExc_ValueError, "rows are those of the plan, in order");
+            return -1;
+        }
+        if (step->kv_lens[row] < 1 || step->kv_lens[row] > MAX_NUMBER || step->query_starts[row] > MAX_NUMBER) {
+            PyErr_SetString(PyExc_ValueError, "a row has 1 to 2^30 tokens, and a step has no more queries");
             return -1;
         }
         last = row;
@@ -74,12 +78,12 @@ static int64_t prepare_new(Lists *lists, const Step *step, int knows_ids)
     return ALL;
 }
 
-/* Make what a step needs. `tables` is a list of the sequences of block ids of the plan's S rows, `segments` its tuple of
- * segments; rows [R], kv_lens [S], query_starts [S + 1]. knows_lists, knows_ids: whether the card has those of the last
- * call. Returns what it has to be sent, or OUTGROWN if the sections are too small and nothing was written, or -1 with
+/* Write what a step of R rows needs into the buffer: see Step. knows_lists, knows_ids: whether the card has what the
+ * last call wrote. Returns what has changed, or OUTGROWN if the buffer is too small and nothing was written, or -1 with
  * an exception. */
-int64_t ramet_prepare(Lists *lists, const Buffer *buffer, PyObject *tables, PyObject *segments, const int64_t *rows, int64_t num_rows,
-                      const int64_t *kv_lens, const int64_t *query_starts, int knows_lists, int knows_ids)
+int64_t ramet_prepare(Lists *lists, const Buffer *buffer, PyObject *tables, PyObject *segments, const int64_t *rows,
+                      int64_t num_rows, const int64_t *kv_lens, const int64_t *query_starts, int knows_lists,
+                      int knows_ids)
 {
     Step step = {tables, segments, rows, num_rows, kv_lens, query_starts};
     if (check(&step) < 0)

@@ -1,6 +1,6 @@
 /* The few functions of Python's stable ABI that are needed to read its lists, declared by hand: no headers of Python
- * have to be installed. A step of 256 rows with a known tree takes 6 us; in Python, to compare its tables and their last
- * ids with those of the step before takes 17 alone.
+ * have to be installed. A step of 256 rows with a known tree takes 6 us here; in Python, to compare its tables and
+ * their last ids with those of the step before takes 17 alone.
  *
  * Each sets a Python exception where it fails, which ctypes.PyDLL raises after the call. */
 #ifndef RAMET_PYTHON_H
