@@ -27,6 +27,7 @@ from ramet.api.bench_attention_plot import plot_report
 from ramet.api.cuda_timing import Timer, copy_gb_s, matmul_tflop_s, read_gb_s
 from ramet.kernels.cuda.decode import decode
 from ramet.kernels.cuda.work import DecodeWork, planner
+from ramet.kernels.cuda.work_list import WorkList
 from ramet.kernels.cuda.workspace import Workspace
 from ramet.kernels.kv_pool import KVPool
 from ramet.kernels.options import PLAIN
@@ -114,20 +115,23 @@ def planning_us(case: Case, num_steps: int = 200) -> dict[str, float]:
 
     Counted are `Planner.plan` and `DecodeWork`, copies to the device included.
     steady: the tree of the step before, each row a token longer; one row in 16 begins a block.
-    new_tree: a branch less or more than in the step before: new lists, and all block ids are sent.
+    new_tree: a branch less or more than in the step before: new lists.
     """
     pool, num_rows = case.pool(1), case.num_branches
     workspace, plan_of = Workspace(pool, cases.NUM_HEADS), planner(pool)
     times: dict[str, list[float]] = {}
+    known: WorkList | None = None
 
     def step(name: str, tables: list[list[int]], lens: list[int]) -> None:
+        nonlocal known
         ones, common, rows = [1] * len(lens), case.num_shared_blocks[: len(lens)], np.arange(len(lens))
-        known, start = workspace.work_list, time.perf_counter()
+        start = time.perf_counter()
         plan = plan_of.plan(tables, ones, lens, common)
         planned = time.perf_counter()
         work = DecodeWork(plan, rows, workspace)
         done = time.perf_counter()
-        if name == "steady" and work.list is not known:
+        is_new, known = work.list is not known, work.list
+        if name == "steady" and is_new:
             return  # rows outgrew their lists, as they do every 128 steps
         times.setdefault(f"plan_{name}", []).append(planned - start)
         times.setdefault(f"plan_and_lists_{name}", []).append(done - start)

@@ -66,8 +66,7 @@ class AttentionPlan:
         return blocks * self.block_size
 
 
-@dataclass(frozen=True)
-class _Tree:
+class Tree(NamedTuple):
     """What stays of a step's plan for the steps after it, while its rows only grow."""
 
     query_lens: Sequence[int]  # [S]
@@ -101,7 +100,7 @@ class Planner:
     block_size: int
     min_shared_tokens_saved: int = 128
     min_shared_fraction: float = 0.0
-    _last: _Tree | None = field(default=None, init=False, repr=False, compare=False)
+    _last: Tree | None = field(default=None, init=False, repr=False, compare=False)
 
     def plan(
         self,
@@ -132,7 +131,7 @@ class Planner:
             tree.segments,
         )
 
-    def _tree(self, query_lens: list[int], lens: IntArray, num_shared_blocks: list[int]) -> _Tree:
+    def _tree(self, query_lens: list[int], lens: IntArray, num_shared_blocks: list[int]) -> Tree:
         queries, common = _array(query_lens), _array(num_shared_blocks)
         assert len(queries) == len(lens) == len(common), "the inputs differ in rows"
         assert len(lens) > 0, "a step has at least one row"
@@ -154,7 +153,7 @@ class Planner:
         for shared in (queries, starts, private):  # by the plans of this tree
             shared.setflags(write=False)
         stays = sees_all and not self.min_shared_fraction
-        return _Tree(
+        return Tree(
             list(query_lens),
             list(num_shared_blocks),
             least + before_first if stays else None,

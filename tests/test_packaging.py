@@ -47,12 +47,13 @@ def unpacked(wheel: Path) -> Path:
 
 def test_every_source_file_is_in_the_wheel(unpacked: Path) -> None:
     for folder in FOLDERS:
-        here = {p.relative_to(ROOT / folder).as_posix() for p in (ROOT / folder).rglob("*.py")}
-        there = {
-            p.relative_to(unpacked / "ramet" / folder).as_posix()
-            for p in (unpacked / "ramet" / folder).rglob("*.py")
-        }
-        assert here == there
+        for pattern in ("*.py", "*.[ch]"):
+            here = {p.relative_to(ROOT / folder) for p in (ROOT / folder).rglob(pattern)}
+            there = {
+                p.relative_to(unpacked / "ramet" / folder)
+                for p in (unpacked / "ramet" / folder).rglob(pattern)
+            }
+            assert here == there
 
 
 def test_only_one_package_is_installed_at_the_top(unpacked: Path) -> None:

@@ -38,7 +38,7 @@ class GPUAttention:
             self._decode = DecodeWork(self._plan, rows[0], workspace)
         else:
             self._decode = None
-            workspace.step.forget()
+            workspace.lists.forget()
         self._extend = ExtendWork(self._plan, rows[1], workspace) if len(rows[1]) else None
 
     def __call__(

@@ -15,7 +15,6 @@ from torch import Tensor
 from ramet.kernels.cuda.attend import attend_kernel
 from ramet.kernels.cuda.merge import merge
 from ramet.kernels.cuda.tile import Tile, padded
-from ramet.kernels.cuda.upload import Upload
 from ramet.kernels.cuda.work import DecodeWork
 from ramet.kernels.options import AttentionOptions
 
@@ -28,6 +27,7 @@ def decode(
 ) -> None:
     """Attend with the queries q [T, H, D] of the rows of `work`, and write their rows of out [T, H, D]."""
     workspace = work.workspace
+    buffer = workspace.buffer
     heads = (workspace.num_heads, workspace.pool.head_dim)
     assert q.shape == out.shape and q.shape[1:] == heads, f"the heads of this work are {heads}"
     assert q.stride(-1) == out.stride(-1) == 1, "the numbers of a head lie side by side"
@@ -35,13 +35,13 @@ def decode(
     call = _Call(work, layer, q, out, scale, options)
     todo = work.list
     if todo.num_wide:
-        call.attend(todo.wide_tile, workspace.wide_items, todo.num_wide)
+        call.attend(todo.wide_tile, buffer.wide_items, todo.num_wide)
     # The last narrow item has no rows and waits: see attend_kernel.
-    call.attend(todo.narrow_tile, workspace.narrow_items, todo.num_narrow + 1, beside=todo.num_wide > 0)
+    call.attend(todo.narrow_tile, buffer.narrow_items, todo.num_narrow + 1, beside=todo.num_wide > 0)
     if todo.num_merges:
         parts = workspace.part_out, workspace.part_lse
         many, early = todo.most_parts > MANY_PARTS, workspace.can_overlap
-        merge(workspace.merges.tensor, todo.num_merges, *parts, out, options.sinks, many, early)
+        merge(buffer.merges, todo.num_merges, *parts, out, options.sinks, many, early)
 
 
 @dataclass(frozen=True)
@@ -55,15 +55,15 @@ class _Call:
     scale: float
     options: AttentionOptions
 
-    def attend(self, tile: Tile, items: Upload, num_items: int, beside: bool = False) -> None:
+    def attend(self, tile: Tile, items: Tensor, num_items: int, beside: bool = False) -> None:
         workspace, options, q, out = self.work.workspace, self.options, self.q, self.out
-        pool, overlaps = workspace.pool, workspace.can_overlap
+        pool, buffer, overlaps = workspace.pool, workspace.buffer, workspace.can_overlap
         key, value = pool.key(self.layer), pool.value(self.layer)  # [Hkv, N, B, D]
         assert key.stride() == value.stride() and key.stride(-1) == 1, "K and V of a layer lie alike"
         attend_kernel[(pool.num_kv_heads, num_items)](
             q, q.stride(0), q.stride(1), key, value, key.stride(0), key.stride(1), key.stride(2),
-            items.tensor, workspace.step.block_ids, workspace.tokens.tensor, workspace.step.kv_lens,
-            workspace.part_starts.tensor, workspace.part_out, workspace.part_lse,
+            items, buffer.block_ids, buffer.tokens, buffer.kv_lens,
+            buffer.part_starts, workspace.part_out, workspace.part_lse,
             out, out.stride(0), out.stride(1), options.sinks,
             self.scale if options.softcap is not None else self.scale * LOG2_E,
             options.softcap or 0.0, options.window or 0,

@@ -6,17 +6,14 @@ outgrows is replaced by one of at least twice the size.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import cached_property
 
 import torch
 
-from ramet.kernels.cuda.step_upload import StepUpload
+from ramet.kernels.cuda.step_buffer import StepBuffer
 from ramet.kernels.cuda.tile import Tiles
-from ramet.kernels.cuda.upload import Upload
+from ramet.kernels.cuda.work_list import WorkLists
 from ramet.kernels.kv_pool import KVPool
-
-if TYPE_CHECKING:
-    from ramet.kernels.cuda.work_list import WorkList
 
 ASSUMED_SMS = 132  # where there is no card: work lists made in tests
 
@@ -39,13 +36,14 @@ class Workspace:
         self.tiles = Tiles(self.group, pool.head_dim, pool.dtype, capability)
         # Programmatic dependent launch came with Hopper.
         self.can_overlap = device.type == "cuda" and capability >= (9, 0)
-        self.tokens, self.part_starts = (Upload(device, 1024) for _ in range(2))
-        self.narrow_items, self.wide_items = Upload(device, 1 << 14), Upload(device, 1 << 14)
-        self.merges = Upload(device, 1 << 12)
-        self.step = StepUpload(device)
-        self.work_list: WorkList | None = None  # of the last step
+        self.buffer = StepBuffer(device)
         self.part_out = torch.empty((1, pool.head_dim), dtype=torch.float32, device=device)  # [P*H, D]
         self.part_lse = torch.empty(1, dtype=torch.float32, device=device)  # [P*H]
+
+    @cached_property
+    def lists(self) -> WorkLists:
+        """The lists of decode steps."""
+        return WorkLists(self)
 
     def reserve_parts(self, num_parts: int) -> None:
         """Make room for `num_parts` partial results of all query heads."""

@@ -69,7 +69,7 @@ def test_a_row_that_was_extended_in_between_is_read_anew(device: str) -> None:
         attention.attend(prepared, 0, q, kv, kv, 0.25)
     workspace = pool.workspaces[2]
     assert isinstance(workspace, Workspace)
-    assert workspace.step.block_ids[:4].tolist() == table
+    assert workspace.buffer.block_ids[:4].tolist() == table
 
 
 def test_an_engine_runs_on_it(tiny_module: Any, device: str) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from ramet.kernels.cuda import work as work_module, work_list as list_module
+from ramet.kernels.cuda import work_list as list_module
 from ramet.kernels.cuda.decode import decode
 from ramet.kernels.cuda.work import DecodeWork
 from ramet.kernels.cuda.workspace import Workspace
@@ -27,8 +27,8 @@ HALF = torch.bfloat16 if ON_GPU else torch.float16  # the interpreter has no dot
 @pytest.fixture(autouse=True)
 def _always_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trees are too small here to pay, and chunks would never be cut."""
-    monkeypatch.setattr(work_module, "GATE_BYTES", 0)
-    monkeypatch.setattr(work_module, "GATE_BYTES_FEW_ROWS", 0)
+    monkeypatch.setattr(list_module, "GATE_BYTES", 0)
+    monkeypatch.setattr(list_module, "GATE_BYTES_FEW_ROWS", 0)
     monkeypatch.setattr(list_module, "MIN_CHUNK", 32)
 
 
@@ -186,7 +186,7 @@ def test_log_sum_exp_of_the_parts(no_rows: Any, step_of: Callable[..., Step]) ->
     step.run()
     _, lse = step.expected()
     parts = step.workspace.part_lse[: step.work.list.num_parts * 4].view(-1, 4).double().cpu() * math.log(2)
-    merges = step.workspace.merges.tensor[: 4 * step.work.list.num_merges].view(-1, 4).tolist()
+    merges = step.workspace.buffer.merges[: 4 * step.work.list.num_merges].view(-1, 4).tolist()
     assert len(merges) == 5
     for token, first, num_parts, _ in merges:
         assert num_parts >= 2
@@ -202,7 +202,7 @@ def test_rows_grow_without_a_new_work_list(no_rows: Any, step_of: Callable[..., 
     grown.kv_lens = [n - 4 for n in lens]
     step.work = DecodeWork(grown.plan(), step.decoding, step.workspace)
     assert not torch.equal(step.run(), expected)
-    step.workspace.step.kv_lens[:3] += 4
+    step.workspace.buffer.kv_lens[:3] += 4
     assert torch.equal(step.run(), expected)
 
 

@@ -1,0 +1,173 @@
+"""Work lists: every key of every row once, every part once, whatever the tree."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ramet.kernels.cuda import work_list as list_module
+from ramet.kernels.cuda.work import DecodeWork
+from ramet.kernels.cuda.workspace import Workspace
+from ramet.kernels.kv_pool import KVPool
+from ramet.kernels.plan import AttentionPlan, IntArray, Planner
+
+NUM_HEADS = 8
+
+
+def work_of(rows: Any, device: str, min_saved: int = 0) -> DecodeWork:
+    pool = KVPool(1, rows.num_blocks, 1, 16, rows.block_size, torch.float32, device, "block-major")
+    plan = rows.plan(min_saved)
+    return DecodeWork(plan, decoding(plan), Workspace(pool, NUM_HEADS))
+
+
+def decoding(plan: AttentionPlan) -> IntArray:
+    return np.flatnonzero(plan.query_lens == 1)
+
+
+def items_of(work: DecodeWork) -> list[list[int]]:
+    buffer = work.workspace.buffer
+    lists = (buffer.narrow_items, work.list.num_narrow), (buffer.wide_items, work.list.num_wide)
+    return [item for items, num in lists for item in items[: 8 * num].view(num, 8).tolist()]
+
+
+@pytest.fixture
+def always_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trees are too small here to pay, and chunks would never be cut."""
+    monkeypatch.setattr(list_module, "GATE_BYTES", 0)
+    monkeypatch.setattr(list_module, "GATE_BYTES_FEW_ROWS", 0)
+    monkeypatch.setattr(list_module, "MIN_CHUNK", 16)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.usefixtures("always_shares")
+def test_each_key_is_read_once(seed: int, rows_of: Callable[..., Any], device: str) -> None:
+    rng = random.Random(seed)
+    rows = rows_of(rng, rng.choice((1, 4, 16)), 4, rng.choice((3, 20)))
+    plan = rows.plan()
+    if not len(decoding(plan)):
+        return
+    work, decodes = work_of(rows, device), decoding(plan)
+    block_ids = work.workspace.buffer.block_ids.tolist()
+    read = [[0] * int(plan.kv_lens[row]) for row in decodes]
+    parts: list[list[int]] = [[] for _ in decodes]
+    for row0, num_rows, first_id, start, num_tokens, part, is_whole, _ in items_of(work):
+        for i in range(row0, row0 + num_rows):
+            row = decodes[i]
+            end = int(plan.kv_lens[row]) if num_tokens < 0 else start + num_tokens
+            assert num_tokens >= 0 or num_rows == 1, "only a row's own end is open"
+            for position in range(start, end):
+                read[i][position] += 1
+            table = rows.block_tables[row][start // rows.block_size : -(-end // rows.block_size)]
+            assert block_ids[first_id : first_id + len(table)] == table
+            parts[i].append(-1 if is_whole else part)
+    assert all(set(counts) == {1} for counts in read)
+    # Parts of a row are numbered without a gap, and lie where the merge looks for them.
+    merges = work.workspace.buffer.merges[: 4 * work.list.num_merges].view(-1, 4).tolist()
+    expected = {int(plan.query_starts[row]): p for row, p in zip(decodes, parts, strict=True) if p != [-1]}
+    assert {token: list(range(n)) for token, _, n, _ in merges} == {t: sorted(p) for t, p in expected.items()}
+    slots = [slot for _, first, n, _ in merges for slot in range(first, first + n)]
+    assert sorted(slots) == list(range(work.list.num_parts))
+
+
+def test_little_sharing_is_not_worth_a_launch(no_rows: Any, device: str) -> None:
+    """4 rows share 64 tokens: 64 bytes a token that are not read again are nothing."""
+    rows = no_rows(16)
+    prefix = rows.take(4)
+    for _ in range(4):
+        rows.add(prefix + rows.take(1), 1, 70)
+    work = work_of(rows, device)
+    assert len(rows.plan().segments) == 1
+    assert (work.list.num_narrow, work.list.num_wide, work.list.num_merges) == (4, 0, 0)
+
+
+@pytest.mark.usefixtures("always_shares")
+def test_tiles_of_a_chunk_stand_side_by_side(no_rows: Any, device: str) -> None:
+    """50 rows of 8 query heads are 400 query rows: more than one tile, read from memory once."""
+    rows = no_rows(16)
+    prefix = rows.take(64)
+    for _ in range(50):
+        rows.add(prefix + rows.take(1), 1, 1030)
+    work = work_of(rows, device)
+    assert work.list.wide_tile is not None
+    starts = [item[3] for item in items_of(work) if item[1] > 1]
+    num_tiles = -(-50 // (work.list.wide_tile.rows // NUM_HEADS))
+    assert len(starts) % num_tiles == 0 and len(starts) > num_tiles
+    assert starts == [start for start in sorted(set(starts)) for _ in range(num_tiles)]
+
+
+def test_long_rows_are_cut_to_fill_the_card(no_rows: Any, device: str) -> None:
+    """One row of 8,192 tokens would run on one SM."""
+    rows = no_rows(16)
+    rows.add(rows.take(512), 1, 8192)
+    work = work_of(rows, device)
+    assert work.list.num_narrow == 8192 // list_module.MIN_CHUNK
+    assert work.list.num_merges == 1
+
+
+@pytest.mark.parametrize(("num_rows", "num_chunks"), [(8, 4), (32, 1), (33, 1)])
+def test_few_rows_make_one_wave_of_deep_tiles(num_rows: int, num_chunks: int, no_rows: Any) -> None:
+    """132 SMs take 264 such CTAs at a time: 33 items of 8 KV heads."""
+    work = unshared(no_rows(16), num_rows)
+    assert work.list.narrow_tile == work.workspace.tiles.deep
+    assert work.list.num_narrow == num_rows * num_chunks
+
+
+@pytest.mark.parametrize("num_rows", [1, 12, 34])
+def test_no_deep_tiles_for_less_or_more_than_one_wave(num_rows: int, no_rows: Any) -> None:
+    """12 rows in two chunks each would leave a quarter of the card idle, in three take a second wave."""
+    work = unshared(no_rows(16), num_rows)
+    assert work.list.narrow_tile == work.workspace.tiles.narrow(few=num_rows == 1)
+
+
+def unshared(rows: Any, num_rows: int) -> DecodeWork:
+    """Rows of 8,192 tokens on a Hopper card with 132 SMs, 8 KV heads."""
+    table = rows.take(512)  # the same blocks for all, of which the plan is not told
+    for _ in range(num_rows):
+        rows.add(table, 1, 8192)
+    pool = KVPool(1, 512, 8, 128, 16, torch.bfloat16, "cpu", "block-major")
+    plan = Planner(16).plan(rows.block_tables, rows.query_lens, rows.kv_lens, [0] * num_rows)
+    return DecodeWork(plan, decoding(plan), Workspace(pool, 32))
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "shared", "is_capped", "tile_rows"),
+    [(64, 4096, False, 64), (64, 8192, True, 64), (64, 16384, True, 128), (16, 16384, True, 64)],
+)
+def test_tiles_follow_what_takes_longer(
+    num_rows: int, shared: int, is_capped: bool, tile_rows: int, no_rows: Any
+) -> None:
+    """Rows of 512 tokens on `shared` ones, 4,096 bytes and, for each row, 16,384 flops a token.
+
+    At 89 flops in the time of a byte the wide items take 4 * shared / (89 * 512) times what the narrow ones
+    take: 0.36, 0.72 and 1.44. 64 query rows are no more than the smaller tile holds.
+    """
+    rows = no_rows(16)
+    for row in range(num_rows):
+        rows.add([*range(shared // 16), *(10_000 + 32 * row + i for i in range(32))], 1, shared + 512)
+    pool = KVPool(1, 1, 8, 128, 16, torch.bfloat16, "cpu", "block-major")
+    plan = rows.plan()
+    tiles = Workspace(pool, 32).tiles
+    made = DecodeWork(plan, decoding(plan), Workspace(pool, 32)).list
+    assert made.narrow_tile == tiles.narrow(beside_wide=is_capped)
+    assert made.wide_tile.rows == tile_rows
+
+
+def test_rows_may_grow_a_little(no_rows: Any, device: str) -> None:
+    """Lists stay as long as rows are not shorter than they were, nor more than SPARE_TOKENS longer."""
+    rows, spare = no_rows(16), list_module.SPARE_TOKENS
+    for _ in range(2):
+        rows.add(rows.take(30), 1, 480)
+    rows.kv_lens = [200, 100]
+    work = work_of(rows, device)
+    lists = [work.list]
+    for grown in (1, spare, 0, spare + 1, spare, spare + 1):
+        rows.kv_lens[0] = 200 + grown
+        lists.append(DecodeWork(rows.plan(), np.arange(2), work.workspace).list)
+    changed = [after is not before for before, after in pairwise(lists)]
+    assert changed == [False, False, False, True, True, False]
