@@ -203,6 +203,15 @@ def test_bad_fields_are_named(shared: Serving, body: dict[str, Any], field: str,
 
 
 @pytest.mark.parametrize(
+    "bad", [{"num_beam_groups": 2}, {"num_beams": 0}, {"length_penalty": 11}, {"stop_token_ids": [999]}]
+)
+def test_what_is_refused_leaves_no_branch_of_its_prompt(shared: Serving, bad: dict[str, Any]) -> None:
+    body = {"prompt": "hello", **BEAMS, **bad, "return_branches": True}
+    assert error_of(shared.post("/v1/beam_search", body), 400)["param"] == next(iter(bad))
+    assert not shared.llm.engine.sequences and not ok(shared.get("/v1/branches"))["data"]
+
+
+@pytest.mark.parametrize(
     ("body", "field"),
     [
         ({"use_beam_search": "yes"}, "use_beam_search"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from ramet import LLM
-from ramet.api.server import branch_store
+from ramet.api.server import branch_store, branch_verbs
 from ramet.testing import ScriptedModel
 from tests.api.server.test_sse import send
 from tests.api.serving import END, LETTERS, Serve, Serving, Steps, byte_tokenizer, error_of, make_llm
@@ -229,6 +230,27 @@ def test_a_child_can_be_used_while_others_grow(serve: Serve) -> None:
     assert error_of(late[0], 404)["code"] == "branch_not_found"
     assert api.get(child)["text"].endswith("!")
     api.drop(api.get(root)["tree_id"])
+
+
+@pytest.mark.parametrize("forked", [True, False])
+def test_a_branch_that_nobody_was_told_of_goes(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, forked: bool
+) -> None:
+    server = serve()
+    root = Api(server).create(prompt="hello")
+    looking = threading.Event()
+
+    async def look(*_: Any) -> None:
+        looking.set()
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(branch_verbs, "show_branch", look)
+    raw = send(server, "/v1/branches", {"from": {"branch_id": root["id"]}} if forked else {"prompt": "hi"})
+    assert looking.wait(10)
+    assert len(server.llm.engine.sequences) == 2
+    raw.close()
+    server.wait_until(lambda: len(server.llm.engine.sequences) == 1)
+    Api(server).drop(root["tree_id"])
 
 
 @pytest.mark.parametrize("stream", [True, False])
