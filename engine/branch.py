@@ -384,7 +384,7 @@ class Branch:
     def prune(self) -> int:
         """Release this branch and all its descendants and free at once what nobody else uses.
 
-        Returns the number of blocks freed. Idempotent.
+        A beam search of one of them ends with its next step. Returns the number of blocks freed. Idempotent.
         """
         family = [self]
         for branch in family:  # grows as it goes: parents before children

@@ -205,10 +205,10 @@ class BranchSearch(Searching):
     def _register(self, branches: list[AsyncBranch]) -> None:
         """They are the tenant's from now on."""
         state, tree = self.context.state, self.entry.tree
-        if tree.events.closed:
+        if self.entry.pruned or tree.events.closed:
             for branch in branches:
                 state.spawn(branch.prune())
-            raise ApiError(409, "the tree was deleted meanwhile", code="cancelled")
+            raise ApiError(409, "the branch or its tree was deleted meanwhile", code="cancelled")
         for branch in branches:
             child = child_of(state, self.entry, branch, self.start)
             child.num_generated = len(branch) - self.start

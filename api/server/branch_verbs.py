@@ -278,6 +278,7 @@ async def delete_tree(context: Context, tree: Tree) -> dict[str, Any]:
 async def _prune(context: Context, entries: list[Entry], reason: str) -> dict[str, Any]:
     context.state.metrics.prunes.labels(reason).inc(len(entries))
     for entry in entries:
+        entry.pruned = True
         context.store.remove(entry, "pruned")
     freed = 0
     for entry in reversed(entries):  # children came after their parents

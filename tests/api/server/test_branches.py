@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ramet import LLM
-from ramet.api.server import branch_store, branch_verbs
+from ramet.api.server import branch_store, branch_verbs, generating
 from ramet.testing import ScriptedModel
 from tests.api.server.test_sse import send
 from tests.api.serving import END, LETTERS, Serve, Serving, Steps, byte_tokenizer, error_of, make_llm
@@ -230,6 +230,28 @@ def test_a_child_can_be_used_while_others_grow(serve: Serve) -> None:
     assert error_of(late[0], 404)["code"] == "branch_not_found"
     assert api.get(child)["text"].endswith("!")
     api.drop(api.get(root)["tree_id"])
+
+
+def test_children_that_are_born_as_their_branch_is_pruned_go_with_it(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = serve()
+    api = Api(server)
+    root = api.create(prompt="hello")
+    asked = api.do(root["id"], "fork")["data"][0]["id"]
+    real = generating.Generating._born
+
+    def late(self: Any, branches: list[Any]) -> None:
+        """On the engine's thread: the prune of the engine's branches has to wait for it."""
+        path = f"/v1/branches/{asked}?scope=subtree"
+        threading.Thread(target=server.http.delete, args=(path,)).start()
+        server.wait_until(lambda: bool(self.entry.gone))
+        real(self, branches)
+
+    monkeypatch.setattr(generating.Generating, "_born", late)
+    api.call("POST", f"/v1/branches/{asked}/generate", {"n": 2, "into": "children", "max_tokens": 3})
+    assert [one["id"] for one in ok(api.call("GET", "/v1/branches"))["data"]] == [root["id"]]
+    api.drop(root["tree_id"])
 
 
 @pytest.mark.parametrize("forked", [True, False])
