@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ramet.api.server import branch_beams, branch_store
+from ramet.api.server import branch_beams, branch_store, generating
 from tests.api.server.test_branches import Api, ok
 from tests.api.server.test_metrics import scrape
 from tests.api.server.test_sse import send
@@ -305,7 +305,7 @@ def test_beams_that_come_as_their_branch_is_pruned_go_with_it(
     api = Api(server)
     root = api.create(prompt="hello")
     asked = api.do(root["id"], "fork")["data"][0]["id"]
-    real = branch_beams.result_of
+    real = generating.result_of
 
     async def late(entry: Any, work: Any) -> Any:
         result = await real(entry, work)
