@@ -148,9 +148,11 @@ class _Search(Generic[B]):
         return None
 
     async def _grow(self, leaf: Node[B]) -> None:
-        children = await self.policy.grow(leaf)
-        self._growing.remove(leaf)
-        self._pend(leaf, -self.virtual_loss)
+        try:
+            children = await self.policy.grow(leaf)
+        finally:
+            self._growing.remove(leaf)
+            self._pend(leaf, -self.virtual_loss)
         self.answers += [child for child in children if child.finished]
         for child in children:
             child.closed = child.finished or child.depth >= self.depth

@@ -153,6 +153,7 @@ def test_an_answer_that_is_good_enough_ends_what_is_under_way(place: Place) -> N
             ),
         )
         assert found.text == "abb"
+        assert not any(one.pending for one in found.tree.root.family())
 
 
 def test_the_model_may_end_the_text(place: Place) -> None:
