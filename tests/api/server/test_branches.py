@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
 import time
@@ -724,6 +725,21 @@ def test_limits(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(branch_store, "MAX_BRANCHES", 4)
     error = error_of(api.call("POST", "/v1/branches", {"prompt": "a"}), 429)
     assert error["code"] == "branch_limit_exceeded"
+
+
+def test_a_client_that_goes_away_in_a_batch_leaves_nothing_and_no_trace_in_the_log(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = serve(make_llm(Steps()))
+    root = Api(server).create(prompt="hello")
+    search = {"op": "beam_search", "branch_id": root["id"], "body": {"num_beams": 2, "max_tokens": 2000}}
+    raw = send(server, "/v1/branches/batch", {"ops": [search, {**search, "op": "generate", "body": {}}]})
+    server.wait_until(lambda: any(len(s.token_ids) > 9 for s in list(server.llm.engine.sequences)))
+    raw.close()
+    server.wait_until(lambda: len(server.llm.engine.sequences) == 1)
+    Api(server).drop(root["tree_id"])
+    gc.collect()  # where what nobody has asked for is told of
+    assert not [record for record in caplog.records if record.name == "asyncio"]
 
 
 def test_batch_runs_operations_side_by_side(api: Api) -> None:
