@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence as Seq
+from contextlib import suppress
 from typing import Any
 
 import httpx2
@@ -106,14 +107,24 @@ class AsyncClient:
         self, path: str, body: dict[str, Any], on_progress: OnProgress | None
     ) -> list[AsyncBranch]:
         if on_progress is None:
-            return [await self._child(choice) for choice in await self._send(calls.beam_search(path, body))]
+            return await self._children(await self._send(calls.beam_search(path, body)))
         choices = []
         async for said in self._stream(path, body):
             if isinstance(said, BeamProgress):
                 on_progress(said)
             elif isinstance(said, Choice):
                 choices.append(said)
-        return [await self._child(choice) for choice in choices]
+        return await self._children(choices)
+
+    async def _children(self, choices: list[Choice]) -> list[AsyncBranch]:
+        """The branches that choices went to; if one cannot be had, none stays."""
+        try:
+            return [await self._child(choice) for choice in choices]
+        except BaseException:
+            with suppress(Exception):  # what went wrong first matters
+                for choice in choices:
+                    await self._branch({"id": choice.branch_id}).prune()
+            raise
 
     async def _child(self, choice: Choice) -> AsyncBranch:
         child = await self.get(choice.branch_id)
@@ -230,8 +241,7 @@ class AsyncBranch:
         self, n: int | None = None, *, params: Seq[Mapping[str, Any]] | None = None, **settings: Any
     ) -> list[AsyncBranch]:
         settings = {**settings, "n": n, "params": params, "into": "children"}
-        choices = await self.client._send(calls.generate(self.id, settings))
-        return [await self.client._child(choice) for choice in choices]
+        return await self.client._children(await self.client._send(calls.generate(self.id, settings)))
 
     async def beam_search(
         self, *, on_progress: OnProgress | None = None, **settings: Any

@@ -29,7 +29,7 @@ class BeamSearchParams:
     The defaults and their meaning are those of transformers' `generate(num_beams=...)`.
 
     Attributes:
-        num_beams: how many beams run side by side, 1 to 256; 1 is greedy.
+        num_beams: how many beams run side by side, 1 to 256; 1 is greedy, by log-probabilities as below.
         num_return_sequences: how many of the best to return, 1 to num_beams; None is all.
         length_penalty: a beam's score is the sum of its log-probabilities over this power of the number of
             its generated tokens, an end token included; -10 to 10. At 0 the sums are compared; the higher it

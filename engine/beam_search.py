@@ -43,7 +43,7 @@ def beam_searching(
     """The best continuations of `sequence`, best first, each a sequence of its own.
 
     `on_progress` is called after each step. Raises OutOfCapacity, StepFailed, or BranchReleased if `sequence`
-    is let go before its first beams are there; then nothing is left.
+    is pruned, or let go before its first beams are there; then nothing is left.
     """
     search = BeamSearch(
         sequence,
@@ -189,6 +189,9 @@ class BeamSearch(Run):
     def go_on(self, engine: Engine) -> None:
         """Make a step of the search, if every running beam has its logits."""
         if self.finished or any(beam.logits is None for beam in self._beams):
+            return
+        if self.first.sequence.pruned:
+            self.fail(BranchReleased(self.first.sequence.id))
             return
         try:
             self._step(engine)

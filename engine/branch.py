@@ -120,12 +120,15 @@ class Branch:
     def _new_tokens(self, text: Prompt, position: int) -> list[int]:
         """What is to be appended at `position`, checked."""
         self._check_unused()
-        if isinstance(text, str):
-            new = self.llm._tokenizer("text").encode(text, add_special_tokens=False, control_tokens=False)
-        else:
-            new = validate_token_ids(text, self.llm.engine.vocab_size, "text")
+        new = self._encode(text, "text")
         self.llm.engine.check_length(position + len(new))
         return new
+
+    def _encode(self, text: Prompt, field: str) -> list[int]:
+        """The tokens of what comes after others: control tokens in a text stay text."""
+        if isinstance(text, str):
+            return self.llm._tokenizer(field).encode(text, add_special_tokens=False, control_tokens=False)
+        return validate_token_ids(text, self.llm.engine.vocab_size, field)
 
     def _extending(self, text: Prompt, at: int | None, logprobs: bool) -> Operation[list[float]]:
         """Go back to `at`, append, and compute it now; with `logprobs`, give those of the new tokens.
@@ -297,8 +300,8 @@ class Branch:
 
         With `suffix` they are those after it: a question about the branch, say, that is thrown away again.
         `normalize` makes each `score` the log-probability a token or a byte, or the share ("softmax") of the
-        candidate. The branch's own tokens are not computed again. Raises InvalidInput or OutOfCapacity;
-        StepFailed if the model failed.
+        candidate. Control tokens in a text stay text, as in `extend`. The branch's own tokens are not
+        computed again. Raises InvalidInput or OutOfCapacity; StepFailed if the model failed.
         """
         self._check_unused()
         return self.llm._drive(self._scoring(candidates, suffix, normalize))
@@ -313,10 +316,7 @@ class Branch:
     ) -> Operation[list[NextToken]]:
         candidates = []
         for label in checked_list("labels", labels, "tokens"):
-            if isinstance(label, str):
-                token_ids = self.llm.encode(label, "labels", add_special_tokens=False)
-            else:
-                token_ids = validate_token_ids([label], self.llm.engine.vocab_size, "labels")
+            token_ids = self._encode(label if isinstance(label, str) else [label], "labels")
             if len(token_ids) != 1:
                 limit = f"must be one token each, and one is {len(token_ids)}; see score()"
                 raise InvalidInput("labels", limit, label)
@@ -336,8 +336,12 @@ class Branch:
         check_normalize(normalize)
         in_bytes = TokenBytes(self.llm._tokenizer("normalize")) if normalize == "bytes" else None
         listed = checked_list("candidates", candidates, "texts or token ids")
-        many = [self.llm.encode(c, "candidates", add_special_tokens=False) for c in listed]
-        after = self.llm.encode(suffix, "suffix", add_special_tokens=False) if suffix is not None else []
+        many = [self._encode(one, "candidates") for one in listed]
+        after = [] if suffix is None else self._encode(suffix, "suffix")
+        if not all(many):
+            raise InvalidInput("candidates", "must hold at least one token each")
+        if suffix is not None and not after:
+            raise InvalidInput("suffix", "must hold at least one token")
         engine = self.llm.engine
         for token_ids in many:
             engine.check_length(len(self) + len(after) + len(token_ids) - 1)
@@ -380,7 +384,7 @@ class Branch:
     def prune(self) -> int:
         """Release this branch and all its descendants and free at once what nobody else uses.
 
-        Returns the number of blocks freed. Idempotent.
+        A beam search of one of them ends with its next step. Returns the number of blocks freed. Idempotent.
         """
         family = [self]
         for branch in family:  # grows as it goes: parents before children

@@ -106,6 +106,7 @@ class Engine:
         if sequence.run is not None:
             sequence.run.abort(sequence)
             self._detach(sequence)
+        sequence.pruned = sequence.pruned or prune
         self.scheduler.remove(sequence)
         self.sequences.pop(sequence, None)
         sequence.leave_stem()

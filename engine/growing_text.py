@@ -21,11 +21,7 @@ class GrowingText:
 
     def add(self, token_id: int, *, search: bool = True) -> str | None:
         """Add a token; returns the stop string that it completes, which is looked for if `search`."""
-        delta = self._detokenizer.add(token_id)
-        if not search:
-            self.text += delta
-            return None
-        return self._show(delta)
+        return self._show(self._detokenizer.add(token_id), search=search)
 
     def finish(self) -> str | None:
         """Add what was held back; returns the stop string that this completes. Idempotent."""
@@ -43,9 +39,9 @@ class GrowingText:
         other._detokenizer, other._stops = self._detokenizer.fork(), self._stops.fork()
         return other
 
-    def _show(self, delta: str) -> str | None:
+    def _show(self, delta: str, *, search: bool = True) -> str | None:
         """Add what no stop string takes away; returns the one that is complete, which ends the text."""
-        shown = self._stops.add(delta)
+        shown = self._stops.add(delta, search=search)
         self.text += shown.text
         if shown.stop is not None:
             self._ended = True

@@ -62,7 +62,7 @@ class SamplingParams:
         seed: 64 bits; the same seed gives the same tokens, whatever else runs. None leaves it to the engine.
         max_tokens: how many tokens to generate at most; None is up to the context limit.
         min_tokens: nothing ends a choice before it has this many tokens: end and stop tokens cannot be
-            chosen, and stop strings are not looked for.
+            chosen, and stop strings that are complete are none; one that only begins there may end it later.
         stop: texts that end a choice, and are cut off; one or up to 16. A tuple once the object is made.
         stop_token_ids: tokens that end a choice, beside the model's own; up to 64.
         ignore_eos: go on past the model's own end tokens.

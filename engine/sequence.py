@@ -67,6 +67,7 @@ class Sequence:
         "num_copies",
         "num_given_up",
         "priority",
+        "pruned",
         "run",
         "safe_until",
         "stem",
@@ -80,6 +81,7 @@ class Sequence:
         self.keep = keep  # whether somebody holds a handle: if not, the end of its run is its own
         self.cursor: Cursor | None = None  # None until first admitted
         self.run: Run | None = None  # None while idle
+        self.pruned = False  # let go of with all that grows from it
         self.cacheable = True  # whether its pages may serve others, and stay when it goes
         self.hold = Hold.NONE
         self.priority = 0  # of its run: higher comes first

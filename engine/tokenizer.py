@@ -247,11 +247,18 @@ class StopChecker:
         self._longest = max(map(len, self._stops), default=0)
         self._held = ""
 
-    def add(self, delta: str) -> StopResult:
-        """Take the next piece. Once ``stop`` is set the text ends before it, and no more is to be added."""
-        text = self._held + delta
-        found = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
-        if found:
+    def add(self, delta: str, *, search: bool = True) -> StopResult:
+        """Take the next piece. Once ``stop`` is set the text ends before it, and no more is to be added.
+
+        Without ``search`` what is complete with this piece is none; what only begins in it may be one later.
+        """
+        text, old = self._held + delta, len(self._held)
+        found = [
+            (start + len(stop), start, stop)
+            for stop in self._stops
+            if (start := text.find(stop, max(0, old + 1 - len(stop)))) >= 0  # ends in the new piece
+        ]
+        if found and search:
             _, start, stop = min(found)
             self._held = ""
             return StopResult(text[:start], stop)

@@ -112,7 +112,7 @@ class _Search(Generic[B]):
         tasks: set[asyncio.Task[None]] = set()
         try:
             while True:
-                while len(tasks) < concurrency and self._can_pay and (leaf := self._leaf(self.tree.root)):
+                while len(tasks) < concurrency and self._can_pay and (leaf := self._leaf()):
                     self._pend(leaf, self.virtual_loss)
                     self._growing.add(leaf)
                     tasks.add(asyncio.create_task(self._grow(leaf)))
@@ -135,21 +135,24 @@ class _Search(Generic[B]):
     def _has_enough(self) -> bool:
         return any(node.value >= self.enough for node in self.answers)
 
-    def _leaf(self, node: Node[B]) -> Node[B] | None:
+    def _leaf(self) -> Node[B] | None:
         """The most promising leaf that nobody grows yet, the best children first."""
-        if node.closed or node in self._growing:
-            return None
-        if not node.children:
-            return node
-        for child in sorted(node.children, key=lambda child: -self.select(node, child)):
-            if (leaf := self._leaf(child)) is not None:
-                return leaf
+        found = [self.tree.root]  # the next one last
+        while found:
+            node = found.pop()
+            if node.closed or node in self._growing:
+                continue
+            if not node.children:
+                return node
+            found += sorted(node.children, key=lambda child: self.select(node, child), reverse=True)[::-1]
         return None
 
     async def _grow(self, leaf: Node[B]) -> None:
-        children = await self.policy.grow(leaf)
-        self._growing.remove(leaf)
-        self._pend(leaf, -self.virtual_loss)
+        try:
+            children = await self.policy.grow(leaf)
+        finally:
+            self._growing.remove(leaf)
+            self._pend(leaf, -self.virtual_loss)
         self.answers += [child for child in children if child.finished]
         for child in children:
             child.closed = child.finished or child.depth >= self.depth

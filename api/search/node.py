@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Generic
 
 from ramet.api.search.branches import B, Likelihood, Prompt
 from ramet.api.search.tasks import all_of
+from ramet.engine.checks import check_int
+from ramet.engine.errors import InvalidInput
 from ramet.engine.sampling_params import derive_seed
 
 if TYPE_CHECKING:
@@ -87,6 +89,8 @@ class Node(Generic[B]):
 
     async def choose(self, candidates: Sequence[str], most: int | None = None) -> list[Node[B]]:
         """Children for given continuations: the `most` likeliest of them, by log-probability a token."""
+        if most is not None:
+            check_int("most", most, 1, None)
         scores = await self.score(candidates)
         means = [score.logprob / len(score.token_ids) for score in scores]
         best = sorted(range(len(candidates)), key=lambda index: -means[index])[:most]
@@ -128,6 +132,8 @@ class Node(Generic[B]):
     # -- parts of them ---------------------------------------------------------------------------------
 
     async def _sample(self, n: int, settings: dict[str, Any]) -> list[Node[B]]:
+        if settings.get("best_of") is not None:
+            raise InvalidInput("best_of", "must be None in a search, which counts all that is sampled")
         if settings.get("seed") is not None:
             for node in self.path:
                 settings["seed"] = derive_seed(settings["seed"], node.index + 1)

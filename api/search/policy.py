@@ -18,7 +18,9 @@ from ramet.api.search.tasks import all_of
 from ramet.engine.checks import check_float
 
 T = TypeVar("T")
+X = TypeVar("X")
 Of: TypeAlias = Callable[[Node[Any]], T | Awaitable[T]]  # a function of a node, async or not
+OfText: TypeAlias = Callable[[str], T | Awaitable[T]]  # the same of a text
 
 Steps: TypeAlias = Callable[[Node[Any]], Awaitable[list[Node[Any]]]]  # makes a node's children
 Tool: TypeAlias = Of[str | None]  # what is appended to a new node, if anything is
@@ -56,14 +58,14 @@ def self_evaluation(question: str, yes: str = " Yes", no: str = " No") -> Value:
     return value
 
 
-def rollouts(reward: Callable[[str], float], n: int = 1, **settings: Any) -> Value:
+def rollouts(reward: OfText[float], n: int = 1, **settings: Any) -> Value:
     """A value: the mean reward of `n` continuations to the end, each with all that came before it."""
 
     async def value(node: Node[Any]) -> float:
         if node.finished:
-            return reward(node.transcript)
+            return await valued(reward, node.transcript)
         ends = await node.rollouts(n, **settings)
-        return sum(reward(node.transcript + end) for end in ends) / n
+        return sum(await all_of(valued(reward, node.transcript + end) for end in ends)) / n
 
     return value
 
@@ -87,6 +89,8 @@ class Policy(Generic[B]):
     async def grow(self, node: Node[B]) -> list[Node[B]]:
         """Make a node's children, let the tool answer each, and value them; each goes its own pace."""
         children = await self.steps(node)
+        left_out = [one for one in node.children if one not in children]  # it made more than it gives
+        await all_of(one.prune() for one in left_out)
         await all_of(self._ripen(child) for child in children)
         return children
 
@@ -100,19 +104,19 @@ class Policy(Generic[B]):
             if said:
                 await node.append(said)
         if self.done is not None and not node.finished:
-            node.finished = await call(self.done, node)
+            node.finished = bool(await call(self.done, node))
         node.value = node.total = await valued(self.value, node)
         node.visits = 1
         await self.tell(node)
 
 
-async def valued(value: Value, node: Node[Any]) -> float:
+async def valued(value: Callable[[X], float | Awaitable[float]], of: X) -> float:
     """What a value function says, which must be a number."""
-    worth = await call(value, node)
+    worth = await call(value, of)
     check_float("value", worth, -math.inf, math.inf)
     return float(worth)
 
 
-async def call(function: Of[T], node: Node[Any]) -> T:
-    result = function(node)
+async def call(function: Callable[[X], T | Awaitable[T]], of: X) -> T:
+    result = function(of)
     return await result if isawaitable(result) else result

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 from ramet.api.search.branches import B
-from ramet.api.search.policy import Value, likelihood, valued
+from ramet.api.search.policy import OfText, Value, call, likelihood, valued
 from ramet.api.search.tasks import all_of
 from ramet.api.search.tree import Found, Tree
 from ramet.engine.checks import check_int
@@ -30,9 +30,7 @@ async def best_of(branch: B, n: int, value: Value = likelihood, **settings: Any)
         return await tree.found(answers[0], answers)
 
 
-async def self_consistency(
-    branch: B, n: int, answer: Callable[[str], Hashable | None], **settings: Any
-) -> Found[B]:
+async def self_consistency(branch: B, n: int, answer: OfText[Hashable | None], **settings: Any) -> Found[B]:
     """Sample `n` chains of thought and keep the answer that most of them come to (Wang et al., 2023).
 
     `answer` reads it off a text, None if there is none; `votes` of what is found counts them. The branch that
@@ -41,7 +39,7 @@ async def self_consistency(
     check_int("n", n, 1, MAX_CHOICES)
     async with Tree(branch) as tree:
         nodes = await tree.root.sample(n, **settings)
-        said = {node: answer(node.text) for node in nodes}
+        said = dict(zip(nodes, await all_of(call(answer, node.text) for node in nodes), strict=True))
         votes = Counter(one for one in said.values() if one is not None)
         for node in nodes:
             node.value = votes[said[node]] / n

@@ -15,7 +15,7 @@ from ramet.api.server.answers import finite
 from ramet.api.server.branch_generate import count_of_top, shown_choice
 from ramet.api.server.branch_schemas import BeamRequest, CreateRequest, PromptBeamRequest
 from ramet.api.server.branch_store import Entry
-from ramet.api.server.branch_verbs import Context, check_position, child_of, create, register, tokens_of
+from ramet.api.server.branch_verbs import Context, check_position, child_of, make, register, tokens_of
 from ramet.api.server.errors import ApiError, blaming, invalid, unsupported
 from ramet.api.server.generating import abandon, result_of
 from ramet.api.server.ids import new_id
@@ -23,6 +23,7 @@ from ramet.api.server.sampling import beam_search_params
 from ramet.api.server.sse import DONE, EventStream, error_event, event
 from ramet.engine.async_llm import AsyncBranch
 from ramet.engine.async_work import Work
+from ramet.engine.beam_params import BeamSearchParams
 from ramet.engine.errors import BranchReleased
 from ramet.engine.outputs import BeamProgress, Choice, Output
 
@@ -37,14 +38,11 @@ class Searching(ABC):
     endpoint: str
 
     def __init__(self, context: Context, body: BeamRequest) -> None:
-        for name, harmless in _HARMLESS.items():
-            if getattr(body, name) not in (None, harmless):
-                raise unsupported(name)
         self.context = context
         self.body = body
         self.id = new_id("beam_")
         self.timer = context.state.metrics.timer(self.endpoint)
-        self.params = beam_search_params(body, max_tokens=body.max_tokens, logprobs=count_of_top(body))
+        self.params = _params_of(body)
         self.start = 0
         self.cached = 0
         self._held = AsyncExitStack()
@@ -212,10 +210,10 @@ class BranchSearch(Searching):
     def _register(self, branches: list[AsyncBranch]) -> None:
         """They are the tenant's from now on."""
         state, tree = self.context.state, self.entry.tree
-        if tree.events.closed:
+        if self.entry.pruned or tree.events.closed:
             for branch in branches:
                 state.spawn(branch.prune())
-            raise ApiError(409, "the tree was deleted meanwhile", code="cancelled")
+            raise ApiError(409, "the branch or its tree was deleted meanwhile", code="cancelled")
         for branch in branches:
             child = child_of(state, self.entry, branch, self.start)
             child.num_generated = len(branch) - self.start
@@ -282,9 +280,18 @@ async def _of_prompt(context: Context, body: PromptBeamRequest) -> Searching:
         if body.expect_position is not None:
             raise invalid("expect_position", "must be left out: there is no branch yet")
         return PromptSearch(context, body, given[0])
+    _params_of(body)  # what is wrong is said before there is a branch
     fields = {name: getattr(body, name) for name in (*_OF_PROMPTS, "cache_salt")}
-    made = await create(context, CreateRequest(**fields, prefill="lazy"))
-    return BranchSearch(context, context.store.get(made["id"]), body, new=True)
+    root = await make(context, CreateRequest(**fields, prefill="lazy"))
+    return BranchSearch(context, root, body, new=True)
+
+
+def _params_of(body: BeamRequest) -> BeamSearchParams:
+    """Raises ApiError or InvalidInput."""
+    for name, harmless in _HARMLESS.items():
+        if getattr(body, name) not in (None, harmless):
+            raise unsupported(name)
+    return beam_search_params(body, max_tokens=body.max_tokens, logprobs=count_of_top(body))
 
 
 def _shown_progress(progress: BeamProgress) -> dict[str, Any]:

@@ -59,6 +59,7 @@ class Entry:
     work: Work[Any] | None = None  # that generates from it now
     growing: asyncio.Event | None = None  # set once it is complete, as the child of a generation
     gone: bool = False
+    pruned: bool = False  # gone with all that grows from it
     _queued: int = 0
     _turnstile: asyncio.Lock = field(default_factory=asyncio.Lock)
 

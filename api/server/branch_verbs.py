@@ -53,6 +53,16 @@ def context_of(request: Request) -> Context:
 
 async def create(context: Context, body: CreateRequest) -> dict[str, Any]:
     """A root, or with `from` a fork."""
+    entry = await make(context, body)
+    try:
+        return await show_branch(context.state, entry)
+    except BaseException:  # the client has gone, say: nobody has heard of it
+        await _prune(context, [entry], "abandoned")
+        raise
+
+
+async def make(context: Context, body: CreateRequest) -> Entry:
+    """The branch of `create`, of which nobody has been told yet."""
     state, store = context.state, context.store
     state.check_model(body.model)
     if body.tools not in (None, []):
@@ -64,7 +74,7 @@ async def create(context: Context, body: CreateRequest) -> dict[str, Any]:
         source = store.get(body.from_.branch_id, "from.branch_id")
         position = _position(source, body.from_.position, "from.position")
         (child,) = await _fork(context, source, 1, position, body)
-        return await show_branch(state, child)
+        return child
     tree = None if body.tree_id is None else store.tree(body.tree_id, "tree_id")
     store.check_room(tree, 1)
     token_ids, messages = await tokens_of(state, body)
@@ -79,7 +89,7 @@ async def create(context: Context, body: CreateRequest) -> dict[str, Any]:
     if messages is not None:
         entry.turns.append(Turn(0, len(token_ids), messages))
     await settle(context, [entry], body)
-    return await show_branch(state, entry)
+    return entry
 
 
 async def tokens_of(
@@ -269,6 +279,7 @@ async def delete_tree(context: Context, tree: Tree) -> dict[str, Any]:
 async def _prune(context: Context, entries: list[Entry], reason: str) -> dict[str, Any]:
     context.state.metrics.prunes.labels(reason).inc(len(entries))
     for entry in entries:
+        entry.pruned = True
         context.store.remove(entry, "pruned")
     freed = 0
     for entry in reversed(entries):  # children came after their parents

@@ -91,7 +91,7 @@ class Generating:
             child = child_of(state, self.entry, branch, self.start)
             child.growing = asyncio.Event()
             self.children.append(child)
-            if self._ended or tree.events.closed:  # nobody asks for it any more
+            if self._ended or self.entry.pruned or tree.events.closed:  # nobody asks for it any more
                 child.gone = True
                 state.spawn(branch.prune())
             else:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
@@ -122,6 +123,43 @@ def test_leaving_a_stream_early_cancels_what_is_not_complete(serve: Serve) -> No
         stream.close()
         server.wait_until(lambda: not any(s.run for s in list(server.llm.engine.sequences)))
         assert root.text == "abc"
+
+
+@pytest.mark.parametrize("verb", ["expand", "beam_search"])
+def test_children_that_the_caller_does_not_get_go(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    """The second of three cannot be had, or the caller is cancelled there."""
+    server = serve()
+    settings: dict[str, Any] = {"max_tokens": 2, **({"n": 3} if verb == "expand" else {"num_beams": 3})}
+    asked = []
+
+    def get(self: Client, branch_id: str) -> Any:
+        asked.append(branch_id)
+        if len(asked) == 2:
+            raise TimeoutError
+        return client.Branch(self, {"id": branch_id})
+
+    monkeypatch.setattr(Client, "get", get)
+    with Client(server.url) as here, here.branch("hello") as root:
+        with pytest.raises(TimeoutError):
+            getattr(root, verb)(**settings)
+        assert len(server.llm.engine.sequences) == 1
+
+    async def slow(self: AsyncClient, branch_id: str) -> Any:
+        asyncio.current_task().cancel()  # type: ignore[union-attr]
+        await asyncio.sleep(0)
+
+    monkeypatch.setattr(AsyncClient, "get", slow)
+
+    async def main() -> None:
+        async with AsyncClient(server.url) as there, await there.branch("hello") as root:
+            task = asyncio.ensure_future(getattr(root, verb)(**settings))
+            await asyncio.wait([task])
+            assert task.cancelled()
+            assert len(server.llm.engine.sequences) == 1
+
+    asyncio.run(main())
 
 
 def test_errors_say_what_is_wrong(serve: Serve) -> None:

@@ -26,7 +26,7 @@ from ramet import (
 )
 from ramet.engine.beam_search import BeamSearch
 from ramet.engine.branch import prune_all
-from ramet.engine.errors import StepFailed
+from ramet.engine.errors import BranchReleased, StepFailed
 from ramet.engine.operation import Operation, together
 from ramet.engine.outputs import Choice
 from ramet.testing import ScriptedModel, check_idle, check_invariants, fail_forward, fail_reservation
@@ -553,6 +553,28 @@ def test_a_search_that_is_cancelled_before_its_first_token_has_no_result() -> No
     assert run.error is not None
     with pytest.raises(type(run.error)):
         operation.throw(run.error)
+    check_idle(llm)
+
+
+@pytest.mark.parametrize("pruned", [True, False])
+def test_a_search_ends_where_its_branch_is_pruned_and_not_where_it_is_released(
+    make_tiny: MakeLLM, pruned: bool
+) -> None:
+    llm = make_tiny(num_blocks=128)
+    root = llm.branch(tokens(9))
+    (asked,) = root.fork()
+
+    def hear(progress: BeamProgress) -> None:
+        if progress.num_tokens == 3:
+            (root.prune if pruned else asked.release)()
+
+    if pruned:
+        with pytest.raises(BranchReleased):
+            asked.beam_search(num_beams=4, max_tokens=8, on_progress=hear)
+    else:
+        found = asked.beam_search(num_beams=4, max_tokens=8, on_progress=hear)
+        assert [len(beam) for beam in found] == [17] * 4
+        prune_all([*found, root])
     check_idle(llm)
 
 

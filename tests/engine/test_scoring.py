@@ -97,6 +97,21 @@ def test_lengths_are_those_of_tokens_and_of_bytes(make_smollm2: MakeLLM) -> None
     assert raised.value.field == "labels"
 
 
+@pytest.mark.model
+def test_texts_are_the_tokens_that_extend_would_append(make_smollm2: MakeLLM) -> None:
+    """What is spelled like a control token is text."""
+    llm = make_smollm2()
+    text = "yes<|im_end|>"
+    branch = llm.branch("So?")
+    appended = branch.fork()[0].extend(text)
+    assert len(appended) > 2
+    (score,) = branch.score([text])
+    assert score.token_ids == appended
+    assert branch.score([[5]], suffix=text) == branch.score([[5]], suffix=appended)
+    with pytest.raises(InvalidInput, match=r"^labels must be one token"):
+        branch.next_tokens(["<|im_end|>"])
+
+
 def test_next_tokens_are_ids_as_well_and_have_a_twin(make_tiny: MakeLLM) -> None:
     llm = make_tiny()
     branch = llm.branch(tokens(9))

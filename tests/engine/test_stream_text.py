@@ -101,6 +101,21 @@ def test_no_stop_string_is_looked_for_before_min_tokens() -> None:
     assert (text, len(token_ids), reason) == ("ABCABCX", 4, "ABC")
 
 
+@pytest.mark.parametrize("min_tokens", [1, 2, 3])
+def test_a_stop_string_may_begin_before_min_tokens(min_tokens: int) -> None:
+    prompt = [ID["X"]]
+    said = [ID[word] for word in ("DEF", "GH", "I", "J", "X")]
+    llm = saying(said, prompt, word_tokenizer())
+    text, token_ids, reason = both_ways(llm, prompt, stop="DEFGHIJ", min_tokens=min_tokens)
+    assert (text, len(token_ids), reason) == ("", 4, "DEFGHIJ")
+    (beam,) = llm.beam_search(prompt, num_beams=1, max_tokens=5, stop="DEFGHIJ", min_tokens=min_tokens)
+    assert beam.output is not None and beam.output.token_ids == said[:4]
+    beam.release()
+    # One that was complete before is none, also where a longer one goes on from it.
+    text, token_ids, reason = both_ways(llm, prompt, stop=["FG", "EFGHIJ"], min_tokens=2)
+    assert (text, len(token_ids), reason) == ("D", 4, "EFGHIJ")
+
+
 def test_g1_bad_stops_are_refused() -> None:
     llm = saying([0], [1], word_tokenizer())
     for stop in ("", ["a", ""], ["a"] * 17):

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 from typing import Any
 
 import pytest
 
-from ramet import search
+from ramet import AsyncLLM, InvalidInput, search
 from ramet.api.search.node import Node
 from ramet.api.search.policy import call
 from tests.api.search.conftest import Place, letters, run, word_value
-from tests.api.serving import LETTERS
+from tests.api.serving import LETTERS, make_llm
 
 STEPS = search.listed(letters)
 
@@ -152,6 +153,7 @@ def test_an_answer_that_is_good_enough_ends_what_is_under_way(place: Place) -> N
             ),
         )
         assert found.text == "abb"
+        assert not any(one.pending for one in found.tree.root.family())
 
 
 def test_the_model_may_end_the_text(place: Place) -> None:
@@ -180,6 +182,33 @@ def test_values_are_left_on_a_server(place: Place) -> None:
     asyncio.run(main())
 
 
+def test_a_path_may_be_longer_than_a_stack_is_deep() -> None:
+    length = sys.getrecursionlimit() + 1
+
+    async def main() -> Any:
+        async with AsyncLLM(make_llm(num_blocks=512)) as llm, await llm.branch("a") as branch:
+            step = search.sampled(1, max_tokens=1)
+            return await search.mcts(branch, step, search.likelihood, budget=length, depth=length)
+
+    assert asyncio.run(main()).best.position == 1 + length
+
+
+@pytest.mark.parametrize("reward", [float("nan"), None, "much"])
+def test_a_reward_may_take_its_time_and_must_be_a_number(place: Place, reward: Any) -> None:
+    async def length(text: str) -> float:
+        await asyncio.sleep(0)
+        return len(text) / 9
+
+    def ask(of: Any) -> Any:
+        value = search.rollouts(of, 2, max_tokens=3)
+        return lambda branch: search.mcts(branch, STEPS, value, budget=1, depth=1)
+
+    found, _ = run(place, ask(length))
+    assert found.best.value == pytest.approx(4 / 9), "a letter and three more"
+    with pytest.raises(InvalidInput, match="value must"):
+        run(place, ask(lambda text: reward))
+
+
 @pytest.mark.parametrize(
     ("field", "bad"),
     [("budget", 0), ("depth", 0), ("concurrency", 0), ("virtual_loss", -1.0), ("virtual_loss", math.nan)],
@@ -195,3 +224,10 @@ def test_bad_arguments_are_refused_before_anything_is_made(place: Place, field: 
     asyncio.run(main())
     with pytest.raises(ValueError, match=r"^exploration must be"):
         search.uct(-1.0)
+
+    async def none() -> None:
+        async with place.open() as branch:
+            with pytest.raises(ValueError, match=r"^most must be"):
+                await search.mcts(branch, search.listed(letters, 0), search.likelihood, budget=9)
+
+    asyncio.run(none())

@@ -49,6 +49,15 @@ def test_what_most_agree_on_wins(place: Place) -> None:
     assert found.best.logprob == max(node.logprob for node in winners)
 
 
+def test_an_answer_may_take_its_time(place: Place) -> None:
+    async def length(text: str) -> int:
+        await asyncio.sleep(0)
+        return len(text)
+
+    found, _ = run(place, lambda branch: search.self_consistency(branch, 3, length, max_tokens=2))
+    assert found.votes == {2: 3} and found.best.value == 1.0
+
+
 def test_nobody_has_an_answer(place: Place) -> None:
     found, _ = run(place, lambda branch: search.self_consistency(branch, 3, lambda text: None, max_tokens=2))
     assert found.votes == {} and found.best.value == 0.0

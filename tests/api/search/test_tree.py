@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
 import pytest
 
-from ramet import AsyncBranch, search
+from ramet import AsyncBranch, InvalidInput, search
 from ramet.api.async_client import AsyncBranch as RemoteBranch
 from ramet.api.search.tasks import all_of, to_the_end
 from tests.api.search.conftest import Place, letters, run, word_value
@@ -44,6 +45,18 @@ def depth_first(branch: Any, **more: Any) -> Awaitable[Any]:
 def best_of(branch: Any, **more: Any) -> Awaitable[Any]:
     settings: dict[str, Any] = {"value": search.likelihood, **more}
     return search.best_of(branch, 3, max_tokens=4, **settings)
+
+
+def mcts_of(branch: Any, steps: Any, **more: Any) -> Awaitable[Any]:
+    return search.mcts(branch, steps, search.likelihood, budget=100, depth=2, concurrency=1, **more)
+
+
+def beam_of(branch: Any, steps: Any, **more: Any) -> Awaitable[Any]:
+    return search.beam(branch, steps, search.likelihood, width=2, depth=2, **more)
+
+
+def depth_first_of(branch: Any, steps: Any, **more: Any) -> Awaitable[Any]:
+    return search.tree_of_thought(branch, steps, search.likelihood, depth=2, order="depth", **more)
 
 
 SEARCHES = [mcts, beam, depth_first, best_of]
@@ -144,6 +157,41 @@ def test_a_judge_that_gives_no_number_is_refused(place: Place) -> None:
                 with pytest.raises(ValueError, match="value must be"):
                     await best_of(branch, value=lambda node, worth=worth: worth)
                 await place.settles_at(before)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", [mcts_of, beam_of, depth_first_of])
+def test_children_that_steps_leave_out_go(place: Place, kind: Any) -> None:
+    """A judge of one's own may throw away what the model has written, before a search sees it."""
+
+    async def steps(node: Any) -> list[Any]:
+        children: list[Any] = await node.sample(3, max_tokens=2, seed=4)
+        return children[1:]
+
+    siblings: set[int] = set()
+
+    def watch(node: Any) -> None:
+        if node.parent is not None:
+            siblings.add(len(node.parent.children))
+
+    found, _ = run(place, lambda branch: kind(branch, steps, watch=watch))
+    assert siblings == {2}
+    assert found.best.depth == 2
+
+
+@pytest.mark.parametrize("kind", [mcts, beam, depth_first])
+def test_whether_it_is_an_answer_may_be_said_by_any_object(place: Place, kind: Any) -> None:
+    """As re.search does."""
+    found, _ = run(place, lambda branch: kind(branch, done=lambda node: re.search("^.", node.text)))
+    assert found.best.finished is True
+
+
+def test_what_is_thrown_away_by_the_engine_would_not_be_counted(place: Place) -> None:
+    async def main() -> None:
+        async with place.open() as branch:
+            with pytest.raises(InvalidInput, match="best_of must"):
+                await search.best_of(branch, 2, best_of=8)
 
     asyncio.run(main())
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from typing import Any
 
 import pytest
 
-from ramet.api.server import branch_store
+from ramet.api.server import branch_beams, branch_store, generating
 from tests.api.server.test_branches import Api, ok
 from tests.api.server.test_metrics import scrape
 from tests.api.server.test_sse import send
@@ -203,6 +204,15 @@ def test_bad_fields_are_named(shared: Serving, body: dict[str, Any], field: str,
 
 
 @pytest.mark.parametrize(
+    "bad", [{"num_beam_groups": 2}, {"num_beams": 0}, {"length_penalty": 11}, {"stop_token_ids": [999]}]
+)
+def test_what_is_refused_leaves_no_branch_of_its_prompt(shared: Serving, bad: dict[str, Any]) -> None:
+    body = {"prompt": "hello", **BEAMS, **bad, "return_branches": True}
+    assert error_of(shared.post("/v1/beam_search", body), 400)["param"] == next(iter(bad))
+    assert not shared.llm.engine.sequences and not ok(shared.get("/v1/branches"))["data"]
+
+
+@pytest.mark.parametrize(
     ("body", "field"),
     [
         ({"use_beam_search": "yes"}, "use_beam_search"),
@@ -252,6 +262,59 @@ def test_a_client_that_goes_away_leaves_nothing(serve: Serve, where: str, stream
     server.wait_until(lambda: len(server.llm.engine.sequences) == 1)
     server.wait_until(lambda: len(ok(api.call("GET", "/v1/branches"))["data"]) == 1)
     assert (api.get(root["id"])["position"], api.get(root["id"])["children"]) == (5, 0)
+    api.drop(root["tree_id"])
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("how", ["subtree", "sibling promoted"])
+def test_a_search_goes_with_the_subtree_that_it_is_in(serve: Serve, how: str, stream: bool) -> None:
+    server = serve(make_llm(Steps()))
+    api = Api(server)
+    root = api.create(prompt="hello")
+    asked, other = (api.do(root["id"], "fork")["data"][0]["id"] for _ in range(2))
+    body = {"num_beams": 3, "max_tokens": 2000, "stream": stream}
+    replies: list[Any] = []
+    path = f"/v1/branches/{asked}/beam_search"
+    thread = threading.Thread(target=lambda: replies.append(api.call("POST", path, body)))
+    thread.start()
+    server.wait_until(lambda: any(len(s.token_ids) > 15 for s in list(server.llm.engine.sequences)))
+    if how == "subtree":
+        ok(api.call("DELETE", f"/v1/branches/{asked}?scope=subtree"))
+    else:
+        api.do(other, "promote")
+    thread.join(10)
+    if stream:
+        assert events_of_failure(replies[0]) == "branch_not_found"
+    else:
+        assert error_of(replies[0], 404)["code"] == "branch_not_found"
+    assert [one["id"] for one in ok(api.call("GET", "/v1/branches"))["data"]] == [root["id"], other]
+    assert len(server.llm.engine.sequences) == 2
+    api.drop(root["tree_id"])
+
+
+def events_of_failure(response: Any) -> str:
+    """The code of the error that ends a stream."""
+    error: str = json.loads(response.text.split("data: ")[-2])["error"]["code"]
+    return error
+
+
+def test_beams_that_come_as_their_branch_is_pruned_go_with_it(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = serve()
+    api = Api(server)
+    root = api.create(prompt="hello")
+    asked = api.do(root["id"], "fork")["data"][0]["id"]
+    real = generating.result_of
+
+    async def late(entry: Any, work: Any) -> Any:
+        result = await real(entry, work)
+        await asyncio.to_thread(server.http.delete, f"/v1/branches/{asked}?scope=subtree")
+        return result
+
+    monkeypatch.setattr(branch_beams, "result_of", late)
+    assert api.fails(409, asked, "beam_search", **BEAMS)["code"] == "cancelled"
+    assert [one["id"] for one in ok(api.call("GET", "/v1/branches"))["data"]] == [root["id"]]
     api.drop(root["tree_id"])
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 import threading
 import time
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 
 from ramet import LLM
-from ramet.api.server import branch_store
+from ramet.api.server import branch_store, branch_verbs, generating
 from ramet.testing import ScriptedModel
 from tests.api.server.test_sse import send
 from tests.api.serving import END, LETTERS, Serve, Serving, Steps, byte_tokenizer, error_of, make_llm
@@ -229,6 +231,49 @@ def test_a_child_can_be_used_while_others_grow(serve: Serve) -> None:
     assert error_of(late[0], 404)["code"] == "branch_not_found"
     assert api.get(child)["text"].endswith("!")
     api.drop(api.get(root)["tree_id"])
+
+
+def test_children_that_are_born_as_their_branch_is_pruned_go_with_it(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = serve()
+    api = Api(server)
+    root = api.create(prompt="hello")
+    asked = api.do(root["id"], "fork")["data"][0]["id"]
+    real = generating.Generating._born
+
+    def late(self: Any, branches: list[Any]) -> None:
+        """On the engine's thread: the prune of the engine's branches has to wait for it."""
+        path = f"/v1/branches/{asked}?scope=subtree"
+        threading.Thread(target=server.http.delete, args=(path,)).start()
+        server.wait_until(lambda: bool(self.entry.gone))
+        real(self, branches)
+
+    monkeypatch.setattr(generating.Generating, "_born", late)
+    api.call("POST", f"/v1/branches/{asked}/generate", {"n": 2, "into": "children", "max_tokens": 3})
+    assert [one["id"] for one in ok(api.call("GET", "/v1/branches"))["data"]] == [root["id"]]
+    api.drop(root["tree_id"])
+
+
+@pytest.mark.parametrize("forked", [True, False])
+def test_a_branch_that_nobody_was_told_of_goes(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, forked: bool
+) -> None:
+    server = serve()
+    root = Api(server).create(prompt="hello")
+    looking = threading.Event()
+
+    async def look(*_: Any) -> None:
+        looking.set()
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(branch_verbs, "show_branch", look)
+    raw = send(server, "/v1/branches", {"from": {"branch_id": root["id"]}} if forked else {"prompt": "hi"})
+    assert looking.wait(10)
+    assert len(server.llm.engine.sequences) == 2
+    raw.close()
+    server.wait_until(lambda: len(server.llm.engine.sequences) == 1)
+    Api(server).drop(root["tree_id"])
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -713,6 +758,21 @@ def test_limits(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(branch_store, "MAX_BRANCHES", 4)
     error = error_of(api.call("POST", "/v1/branches", {"prompt": "a"}), 429)
     assert error["code"] == "branch_limit_exceeded"
+
+
+def test_a_client_that_goes_away_in_a_batch_leaves_nothing_and_no_trace_in_the_log(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = serve(make_llm(Steps()))
+    root = Api(server).create(prompt="hello")
+    search = {"op": "beam_search", "branch_id": root["id"], "body": {"num_beams": 2, "max_tokens": 2000}}
+    raw = send(server, "/v1/branches/batch", {"ops": [search, {**search, "op": "generate", "body": {}}]})
+    server.wait_until(lambda: any(len(s.token_ids) > 9 for s in list(server.llm.engine.sequences)))
+    raw.close()
+    server.wait_until(lambda: len(server.llm.engine.sequences) == 1)
+    Api(server).drop(root["tree_id"])
+    gc.collect()  # where what nobody has asked for is told of
+    assert not [record for record in caplog.records if record.name == "asyncio"]
 
 
 def test_batch_runs_operations_side_by_side(api: Api) -> None:
