@@ -106,17 +106,17 @@ class AsyncClient:
         self, path: str, body: dict[str, Any], on_progress: OnProgress | None
     ) -> list[AsyncBranch]:
         if on_progress is None:
-            return [await self._child(choice) for choice in await self._send(calls.beam_search(path, body))]
+            return [self._child(choice) for choice in await self._send(calls.beam_search(path, body))]
         choices = []
         async for said in self._stream(path, body):
             if isinstance(said, BeamProgress):
                 on_progress(said)
             elif isinstance(said, Choice):
                 choices.append(said)
-        return [await self._child(choice) for choice in choices]
+        return [self._child(choice) for choice in choices]
 
-    async def _child(self, choice: Choice) -> AsyncBranch:
-        child = await self.get(choice.branch_id)
+    def _child(self, choice: Choice) -> AsyncBranch:
+        child = AsyncBranch(self, calls.info_of(choice))
         child.output = choice
         return child
 
@@ -231,7 +231,7 @@ class AsyncBranch:
     ) -> list[AsyncBranch]:
         settings = {**settings, "n": n, "params": params, "into": "children"}
         choices = await self.client._send(calls.generate(self.id, settings))
-        return [await self.client._child(choice) for choice in choices]
+        return [self.client._child(choice) for choice in choices]
 
     async def beam_search(
         self, *, on_progress: OnProgress | None = None, **settings: Any

@@ -122,7 +122,7 @@ class Client:
         return [self._child(choice) for choice in choices]
 
     def _child(self, choice: Choice) -> Branch:
-        child = self.get(choice.branch_id)
+        child = Branch(self, calls.info_of(choice))
         child.output = choice
         return child
 

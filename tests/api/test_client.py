@@ -100,6 +100,36 @@ def test_beam_searches_give_branches_and_tell_their_progress(shared: Serving) ->
         client.delete_tree(told[0].tree_id)
 
 
+def test_children_are_known_by_the_answer_that_made_them(shared: Serving) -> None:
+    """An expansion is one request; what it says of each child is what the server says when asked again."""
+    sent: list[str] = []
+
+    async def main() -> None:
+        async with AsyncClient(shared.url) as there, await there.branch("hello") as root:
+            there._http.event_hooks["request"].append(count)
+            grown = await root.expand(2, max_tokens=3)
+            grown += await root.beam_search(num_beams=2, max_tokens=3)
+            grown += await there.beam_search("other", num_beams=2, max_tokens=3)
+            assert len(sent) == 3
+            for child in grown:
+                known = dict(child.info)
+                assert child.output and known.items() <= (await child.refresh()).items()
+            await there.delete_tree(grown[-1].tree_id)
+
+    async def count(request: httpx2.Request) -> None:
+        sent.append(request.url.path)
+
+    asyncio.run(main())
+    with Client(shared.url) as client, client.branch("hello") as root:
+        sent.clear()
+        client._http.event_hooks["request"].append(lambda request: sent.append(request.url.path))
+        grown = [*root.expand(2, max_tokens=3), *root.beam_search(num_beams=2, max_tokens=3)]
+        assert len(sent) == 2
+        for child in grown:
+            known = dict(child.info)
+            assert child.output and known.items() <= child.refresh().items()
+
+
 def test_streams_give_pieces_and_then_choices(shared: Serving) -> None:
     with Client(shared.url) as client, client.branch(messages=HI) as root:
         told = list(root.stream(n=2, into="children", seed=3, max_tokens=5))
