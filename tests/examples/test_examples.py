@@ -53,6 +53,8 @@ def test_tree_of_thought_beats_samples_and_dice(model: LLM) -> None:
     assert (thought.num_solved, sampled.num_solved, diced.num_solved) == (1, 0, 0)
     assert 5 * thought.num_tokens < thought.num_flat_tokens
     assert "1 of 1" in text
+    for other in (sampled, diced):  # as many tokens, but for a last sample's, or for moves of other numbers
+        assert other.num_tokens == pytest.approx(thought.num_tokens, rel=0.3)
 
 
 @pytest.mark.model
@@ -99,7 +101,7 @@ def test_samples_and_votes(model: LLM) -> None:
 
 @pytest.mark.model
 def test_tools_run_while_others_decode(model: LLM) -> None:
-    (alone, at_once), _ = play(model, lambda out, llm: tool_calls.run(4, 0.3, out, llm))
+    (alone, at_once), _ = play(model, lambda out, llm: tool_calls.run(range(4), 0.3, out, llm))
     assert at_once.num_solved >= alone.num_solved >= 3
     assert at_once.seconds < alone.seconds
 
