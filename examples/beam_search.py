@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from examples.sums import SAMPLING, check, deal
-from examples.tally import Outcome, Tally, compare, options, seeds_of
+from examples.tally import Outcome, Tally, compare, count, options, seeds_of
 from ramet import AsyncLLM
 
 
@@ -23,9 +23,12 @@ async def likeliest(llm: AsyncLLM, seed: int, width: int) -> Outcome:
         limits = {"max_tokens": SAMPLING["max_tokens"], "stop": SAMPLING["stop"]}
         best = (await root.beam_search(num_beams=width, num_return_sequences=1, **limits))[0]
         assert best.output is not None, "a beam has an output"
-        # Each beam would have been a request for the next token, with all before it, at each step.
+        # A greedy chain would have been one request. Of more beams, each would have been one for the next
+        # token at each step, with all before it.
         num_steps = len(best.output.token_ids)
         num_flat = width * sum(len(root) + step for step in range(num_steps))
+        if width == 1:
+            num_flat = len(root) + num_steps
         return Outcome(check(best.output.text, problem), num_flat)
 
 
@@ -42,7 +45,9 @@ async def run(seeds: Sequence[int], widths: Sequence[int], console: Console, llm
 
 async def main() -> None:
     parser = options(__doc__)
-    parser.add_argument("--widths", type=int, nargs="+", default=[1, 4, 16], metavar="N", help="beams")
+    parser.add_argument(
+        "--widths", type=count, nargs="+", default=[1, 4, 16], metavar="N", help="beams (1 4 16)"
+    )
     arguments = parser.parse_args()
     async with AsyncLLM("smollm2", num_blocks=2048) as llm:
         await run(seeds_of(arguments), arguments.widths, Console(), llm)

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 
 from rich.console import Console
 
-from examples.tally import Outcome, Tally, options, seeds_of, show, tally
+from examples.tally import Outcome, Tally, count, options, seeds_of, show, tally
 from ramet import AsyncBranch, AsyncLLM, search
 from ramet.api.puzzle import TARGET, Table, check, deal, moves, table_of, values
 from ramet.api.tree_of_thought import FACTORS, PROMPT
@@ -165,7 +165,9 @@ async def run(seeds: Sequence[int], width: int, console: Console, llm: AsyncLLM)
 
 async def main() -> None:
     parser = options(__doc__, first=2000, why="of the first hand; prompts were chosen on seeds 0 to 99")
-    parser.add_argument("--width", type=int, default=3, metavar="N", help="states that a level keeps")
+    parser.add_argument(
+        "--width", type=count, default=3, metavar="N", help="states that a level keeps (%(default)s)"
+    )
     arguments = parser.parse_args()
     async with AsyncLLM("smollm2", num_blocks=2048) as llm:
         await run(seeds_of(arguments), arguments.width, Console(), llm)

@@ -26,7 +26,7 @@ from rich.text import Text
 from rich.tree import Tree as Picture
 
 from examples import tools
-from examples.tally import Outcome, Tally, options, seeds_of, show, tally
+from examples.tally import Outcome, Tally, count, options, seeds_of, show, tally
 from examples.word_problems import PROMPT, Problem, deal, left_after, steps
 from ramet import AsyncLLM, search
 
@@ -165,8 +165,10 @@ async def run(seeds: Sequence[int], tool: str, budget: int, console: Console, ll
 
 async def main() -> None:
     parser = options(__doc__, first=1000, why="of the first problem; prompts were chosen on seeds 0 to 99")
-    parser.add_argument("--tool", choices=sorted(TOOLS), default="calculator", help="works out the sums")
-    parser.add_argument("--budget", type=int, default=400, metavar="N", help="tokens of a search")
+    parser.add_argument("--tool", choices=sorted(TOOLS), default="calculator", help="which (%(default)s)")
+    parser.add_argument(
+        "--budget", type=count, default=400, metavar="N", help="tokens of a search (%(default)s)"
+    )
     parser.add_argument("--draw", type=Path, metavar="SVG", help="only search one tree, and draw it here")
     arguments = parser.parse_args()
     async with AsyncLLM("smollm2", num_blocks=2048) as llm:

@@ -17,7 +17,7 @@ from ramet import AsyncLLM
 
 P = TypeVar("P")
 W = TypeVar("W")
-AT_ONCE = 4  # problems; their branches run in the same batches
+AT_ONCE = 8  # problems; their branches run in the same batches
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,7 @@ class Tally:
 
 def command(doc: str | None) -> argparse.ArgumentParser:
     """A command line whose help begins with the example's own text."""
-    return argparse.ArgumentParser(
-        description=doc, formatter_class=lambda prog: _Help(prog, max_help_position=30)
-    )
+    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def options(
@@ -52,16 +50,14 @@ def options(
 ) -> argparse.ArgumentParser:
     """The same, with the problems that are to be solved: see `seeds_of`."""
     parser = command(doc)
-    parser.add_argument("--problems", type=_count, default=problems, metavar="N", help="how many")
-    parser.add_argument("--first", type=int, default=first, metavar="SEED", help=why)
+    add = parser.add_argument
+    add("--problems", type=count, default=problems, metavar="N", help="how many (%(default)s)")
+    add("--first", type=int, default=first, metavar="SEED", help=f"{why} (%(default)s)")
     return parser
 
 
-class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """The text as it is written, and each default."""
-
-
-def _count(text: str) -> int:
+def count(text: str) -> int:
+    """A number of an option."""
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError("must be a whole number above 0")
     return int(text)

@@ -79,7 +79,9 @@ async def run(seeds: Sequence[int], tool_seconds: float, console: Console, llm: 
 
 async def main() -> None:
     parser = options(__doc__, problems=24)
-    parser.add_argument("--seconds", type=float, default=0.5, metavar="S", help="that each tool takes")
+    parser.add_argument(
+        "--seconds", type=float, default=0.5, metavar="S", help="that each tool takes (%(default)s)"
+    )
     arguments = parser.parse_args()
     async with AsyncLLM("smollm2", num_blocks=2048) as llm:
         await run(seeds_of(arguments), arguments.seconds, Console(), llm)
