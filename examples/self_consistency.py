@@ -28,7 +28,7 @@ async def run(seeds: Sequence[int], n: int, console: Console, llm: AsyncLLM) -> 
     return await compare(
         llm,
         f"{len(seeds)} sums of three numbers",
-        {"one chain": 1, f"what most of {n} say": n},
+        {"one chain": 1, f"majority of {n}": n},
         seeds,
         lambda k, seed: vote(llm, seed, k),
         console,

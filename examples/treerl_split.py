@@ -66,7 +66,7 @@ def grow(
 
 def main() -> None:
     command(__doc__).parse_args()
-    llm, problem = LLM("smollm2"), deal(3)
+    llm, problem = LLM("smollm2"), deal(4)
     assert llm.tokenizer is not None, "the embedded model has one"
     params = SamplingParams(**SAMPLING)
     start = time.perf_counter()
