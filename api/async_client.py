@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence as Seq
-from contextlib import suppress
 from typing import Any
 
 import httpx2
@@ -107,27 +106,17 @@ class AsyncClient:
         self, path: str, body: dict[str, Any], on_progress: OnProgress | None
     ) -> list[AsyncBranch]:
         if on_progress is None:
-            return await self._children(await self._send(calls.beam_search(path, body)))
+            return [self._child(choice) for choice in await self._send(calls.beam_search(path, body))]
         choices = []
         async for said in self._stream(path, body):
             if isinstance(said, BeamProgress):
                 on_progress(said)
             elif isinstance(said, Choice):
                 choices.append(said)
-        return await self._children(choices)
+        return [self._child(choice) for choice in choices]
 
-    async def _children(self, choices: list[Choice]) -> list[AsyncBranch]:
-        """The branches that choices went to; if one cannot be had, none stays."""
-        try:
-            return [await self._child(choice) for choice in choices]
-        except BaseException:
-            with suppress(Exception):  # what went wrong first matters
-                for choice in choices:
-                    await self._branch({"id": choice.branch_id}).prune()
-            raise
-
-    async def _child(self, choice: Choice) -> AsyncBranch:
-        child = await self.get(choice.branch_id)
+    def _child(self, choice: Choice) -> AsyncBranch:
+        child = AsyncBranch(self, calls.info_of(choice))
         child.output = choice
         return child
 
@@ -241,7 +230,8 @@ class AsyncBranch:
         self, n: int | None = None, *, params: Seq[Mapping[str, Any]] | None = None, **settings: Any
     ) -> list[AsyncBranch]:
         settings = {**settings, "n": n, "params": params, "into": "children"}
-        return await self.client._children(await self.client._send(calls.generate(self.id, settings)))
+        choices = await self.client._send(calls.generate(self.id, settings))
+        return [self.client._child(choice) for choice in choices]
 
     async def beam_search(
         self, *, on_progress: OnProgress | None = None, **settings: Any

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Mapping, Sequence as Seq
-from contextlib import suppress
 from typing import Any
 
 import httpx2
@@ -113,27 +112,17 @@ class Client:
 
     def _beams(self, path: str, body: dict[str, Any], on_progress: OnProgress | None) -> list[Branch]:
         if on_progress is None:
-            return self._children(self._send(calls.beam_search(path, body)))
+            return [self._child(choice) for choice in self._send(calls.beam_search(path, body))]
         choices = []
         for said in self._stream(path, body):
             if isinstance(said, BeamProgress):
                 on_progress(said)
             elif isinstance(said, Choice):
                 choices.append(said)
-        return self._children(choices)
-
-    def _children(self, choices: list[Choice]) -> list[Branch]:
-        """The branches that choices went to; if one cannot be had, none stays."""
-        try:
-            return [self._child(choice) for choice in choices]
-        except BaseException:
-            with suppress(Exception):  # what went wrong first matters
-                for choice in choices:
-                    self._branch({"id": choice.branch_id}).prune()
-            raise
+        return [self._child(choice) for choice in choices]
 
     def _child(self, choice: Choice) -> Branch:
-        child = self.get(choice.branch_id)
+        child = Branch(self, calls.info_of(choice))
         child.output = choice
         return child
 
@@ -256,7 +245,7 @@ class Branch:
     ) -> list[Branch]:
         """`n` new children that each generate, in one batch; `params` may give each its own settings."""
         settings = {**settings, "n": n, "params": params, "into": "children"}
-        return self.client._children(self.client._send(calls.generate(self.id, settings)))
+        return [self.client._child(choice) for choice in self.client._send(calls.generate(self.id, settings))]
 
     def beam_search(self, *, on_progress: OnProgress | None = None, **settings: Any) -> list[Branch]:
         """The best continuations as new children, best first; `settings` are fields of BeamSearchParams.

@@ -48,6 +48,8 @@ class Choice:
 
     index: int
     branch_id: str
+    tree_id: str
+    parent_id: str | None  # of the branch
     text: str
     token_ids: list[int]
     finish_reason: str | None
@@ -202,6 +204,8 @@ def choice(one: Mapping[str, Any]) -> Choice:
     return Choice(
         index=one["index"],
         branch_id=one["branch_id"],
+        tree_id=one["tree_id"],
+        parent_id=one["parent_id"],
         text=one["text"],
         token_ids=one.get("token_ids", []),
         finish_reason=one["finish_reason"],
@@ -215,6 +219,16 @@ def choice(one: Mapping[str, Any]) -> Choice:
         score=one.get("score"),
         beam_indices=one.get("beam_indices"),
     )
+
+
+def info_of(child: Choice) -> dict[str, Any]:
+    """What is known of a new branch from what it generated."""
+    return {
+        "id": child.branch_id,
+        "tree_id": child.tree_id,
+        "parent_id": child.parent_id,
+        "position": child.end_position,
+    }
 
 
 class EventReader:

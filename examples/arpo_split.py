@@ -10,18 +10,23 @@ is a fork.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
-import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from ramet import LLM, Branch, Choice, SamplingParams
+from rich.console import Console
+
+from examples import tools
+from examples.tally import Tally, command, show
+from ramet import LLM, Branch, SamplingParams
 
 NUM_TOKENS = 20  # of a turn, whose entropies are summed
 WEIGHT = 0.5  # of the rise in entropy
 THRESHOLD = 0.5  # the chance of a split while entropy stays as it is
-END_OF_CALL = "</calc>"
 PROMPT = (
     "Question: What is 12 times 7, plus 5?\nLet me see: <calc>12*7</calc> is 84, and <calc>84+5</calc> is 89."
     "\n\nQuestion: What is 30 minus 4, times 2?\nLet me see: <calc>30-4</calc> is 26, and <calc>26*2</calc>"
@@ -35,82 +40,79 @@ class Rollout:
 
     branch: Branch
     num_calls: int = 0  # those of the rollout that it was split from included
-    turns: list[int] = field(default_factory=list)  # where each turn of its own began
-    first_entropy: float | None = None
+    turns: list[tuple[int, int]] = field(default_factory=list)  # where each of its own began and ended
+    first_entropy: float | None = None  # of its first turn; 1 is one token about which nothing is known
     tries: list[tuple[int, float, bool]] = field(default_factory=list)  # to split: position, draw, whether
 
 
-def entropy_of(choice: Choice, vocab_size: int) -> float:
-    """Of the first tokens of a turn together; 1 is one token about which nothing is known."""
-    assert choice.entropies is not None, "they were asked for"
-    return sum(choice.entropies[:NUM_TOKENS]) / math.log(vocab_size)
+class Limits(NamedTuple):
+    num_first: int  # rollouts from the prompt on
+    num_rollouts: int  # with those that were split off
+    num_calls: int  # of one rollout
 
 
 def roll_out(
     root: Branch,
     params: SamplingParams,
-    tool: Callable[[Choice], str | list[int]],
-    *,
-    end_of_call: str | int = END_OF_CALL,
-    num_first: int,
-    num_rollouts: int,
-    num_calls: int,
-    draw: Callable[[], float] = random.random,
+    tool: Callable[[str], str | list[int]],
+    end_of_call: str | int,
+    limits: Limits,
+    draw: Callable[[], float],
 ) -> list[Rollout]:
-    """`num_first` rollouts of a prompt, which split into up to `num_rollouts`; pruned with the root.
+    """Rollouts of a prompt, some of which split; pruned with the root.
 
-    A turn that ends by `end_of_call`, one of the stops, is answered by the tool, up to `num_calls` times.
+    A turn that ends by `end_of_call`, one of the stops, is answered by the tool. A seed in `params` would
+    have all forks draw alike.
     """
-    llm = root.llm
-    rollouts = [Rollout(branch) for branch in root.fork(num_first)]
-    active = list(rollouts)
+    active = [Rollout(branch) for branch in root.fork(limits.num_first)]
+    rollouts = list(active)
     while active:
-        for rollout in active:
-            rollout.turns.append(len(rollout.branch))
-        choices = llm.step([rollout.branch for rollout in active], params)
-        going_on = []
-        for rollout, choice in zip(active, choices, strict=True):
-            entropy = entropy_of(choice, llm.engine.vocab_size)
+        begins = [len(rollout.branch) for rollout in active]
+        choices = root.llm.step([rollout.branch for rollout in active], params)
+        turns, active = list(zip(active, begins, choices, strict=True)), []
+        for rollout, begin, choice in turns:
+            rollout.turns.append((begin, len(rollout.branch)))
+            entropy = sum((choice.entropies or [])[:NUM_TOKENS]) / math.log(root.llm.engine.vocab_size)
             if rollout.first_entropy is None:
                 rollout.first_entropy = entropy
-            if choice.stop_reason != end_of_call or rollout.num_calls == num_calls:
+            if choice.stop_reason != end_of_call or rollout.num_calls == limits.num_calls:
                 continue
-            rollout.branch.extend(tool(choice))
+            rollout.branch.extend(tool(choice.text))
             rollout.num_calls += 1
-            going_on.append(rollout)
-            if len(rollouts) < num_rollouts:
+            active.append(rollout)
+            if len(rollouts) < limits.num_rollouts:
                 drawn = draw()
                 split = drawn - WEIGHT * (entropy - rollout.first_entropy) <= THRESHOLD
                 rollout.tries.append((len(rollout.branch), drawn, split))
                 if split:
-                    rollouts.append(Rollout(rollout.branch.fork()[0], rollout.num_calls))
-                    going_on.append(rollouts[-1])
-        active = going_on
+                    active.append(Rollout(rollout.branch.fork()[0], rollout.num_calls))
+                    rollouts.append(active[-1])
     return rollouts
 
 
-def calculator(choice: Choice) -> str:
-    """What a turn's call is answered with."""
-    found = re.search(r"<calc>\s*(\d+)\s*([-+*])\s*(\d+)\s*$", choice.text)
-    if found is None:
-        return " is not a sum."
-    left, right = int(found[1]), int(found[3])
-    return f" is {({'-': left - right, '+': left + right, '*': left * right})[found[2]]}"
+def calculator(said: str) -> str:
+    return f" is {asyncio.run(tools.calculator(said.rpartition('<calc>')[2]))}"
 
 
 def main() -> None:
-    """Print the rollouts of one question, and where they were split."""
-    llm = LLM("smollm2")
-    stops = (END_OF_CALL, "\n")
-    params = SamplingParams(max_tokens=32, temperature=1.0, stop=stops, return_entropy=True)
-    with llm.branch(PROMPT) as root:
-        rollouts = roll_out(root, params, calculator, num_first=3, num_rollouts=8, num_calls=4)
-        for rollout in rollouts:
-            print(rollout.branch.text[len(root.text) :].strip())
-            for position, _, split in rollout.tries:
-                print(f"    after token {position}: {'split' if split else 'not split'}")
-        again = sum(begin for rollout in rollouts for begin in rollout.turns)
-    print(f"{llm.stats().num_computed_tokens} tokens computed; the turns began with {again} in all")
+    command(__doc__).parse_args()
+    llm, tallies, stops = LLM("smollm2"), [], ("</calc>", "\n")
+    params = SamplingParams(max_tokens=32, temperature=0.7, stop=stops, return_entropy=True)
+    for name, num_first in (("8 from the prompt", 8), ("4 that split", 4)):
+        print(f"\n{name}")
+        llm.reset_prefix_cache()
+        before, start = llm.stats().num_computed_tokens, time.perf_counter()
+        limits = Limits(num_first, num_rollouts=8, num_calls=4)
+        with llm.branch(PROMPT) as root:
+            rollouts = roll_out(root, params, calculator, stops[0], limits, random.Random(0).random)
+            said = [rollout.branch.text[len(PROMPT) :].strip() for rollout in rollouts]
+        for text, rollout in zip(said, rollouts, strict=True):
+            print(f"  {text}", *(f"[split after token {at}]" for at, _, split in rollout.tries if split))
+        num_right = sum(text.endswith(" 126.") for text in said)
+        num_tokens = llm.stats().num_computed_tokens - before
+        num_flat = sum(end for rollout in rollouts for _, end in rollout.turns)  # each turn a request
+        tallies.append(Tally(name, len(said), num_right, num_tokens, num_flat, time.perf_counter() - start))
+    show("Rollouts of one question with a calculator", tallies, Console())
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ search with values by dice.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import io
 import math
@@ -27,7 +26,7 @@ from rich.text import Text
 from rich.tree import Tree as Picture
 
 from examples import tools
-from examples.tally import Outcome, Tally, show, tally
+from examples.tally import Outcome, Tally, count, options, seeds_of, show, tally
 from examples.word_problems import PROMPT, Problem, deal, left_after, steps
 from ramet import AsyncLLM, search
 
@@ -165,14 +164,12 @@ async def run(seeds: Sequence[int], tool: str, budget: int, console: Console, ll
 
 
 async def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = options(__doc__, first=1000, why="of the first problem; prompts were chosen on seeds 0 to 99")
+    parser.add_argument("--tool", choices=sorted(TOOLS), default="calculator", help="which (%(default)s)")
+    parser.add_argument(
+        "--budget", type=count, default=400, metavar="N", help="tokens of a search (%(default)s)"
     )
-    parser.add_argument("--problems", type=int, default=50)
-    parser.add_argument("--first", type=int, default=1000, help="seed; prompts were chosen on 0 to 99")
-    parser.add_argument("--tool", choices=sorted(TOOLS), default="calculator")
-    parser.add_argument("--budget", type=int, default=400, help="tokens of a search")
-    parser.add_argument("--draw", type=Path, help="search for one answer, and save a picture of the tree")
+    parser.add_argument("--draw", type=Path, metavar="SVG", help="only search one tree, and draw it here")
     arguments = parser.parse_args()
     async with AsyncLLM("smollm2", num_blocks=2048) as llm:
         if arguments.draw is not None:
@@ -180,8 +177,7 @@ async def main() -> None:
             found = await think(llm, problem, TOOLS[arguments.tool], likelihood, arguments.budget)
             draw(found, problem, arguments.draw)
             return
-        seeds = range(arguments.first, arguments.first + arguments.problems)
-        await run(seeds, arguments.tool, arguments.budget, Console(), llm)
+        await run(seeds_of(arguments), arguments.tool, arguments.budget, Console(), llm)
 
 
 if __name__ == "__main__":

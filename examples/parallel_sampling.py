@@ -8,23 +8,22 @@ settings of its own: here they grow more daring.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 from collections.abc import Sequence
 
 from rich.console import Console
 
-from examples.sums import SAMPLING, Problem, check, deal
-from examples.tally import Outcome, Tally, show, tally
+from examples.sums import SAMPLING, check, deal
+from examples.tally import Outcome, Tally, compare, count, options, seeds_of
 from ramet import AsyncLLM, SamplingParams
 
 
-async def sample(llm: AsyncLLM, problem: Problem, n: int, seed: int) -> Outcome:
+async def sample(llm: AsyncLLM, seed: int, n: int) -> Outcome:
+    problem = deal(seed)
     async with await llm.branch(problem.text) as root:
-        hot = [0.2 + 0.8 * index / n for index in range(n)]
         params = [
-            SamplingParams(**{**SAMPLING, "temperature": temperature, "seed": seed + index})
-            for index, temperature in enumerate(hot)
+            SamplingParams(**{**SAMPLING, "temperature": 0.2 + 0.8 * index / n, "seed": 1000 * seed + index})
+            for index in range(n)
         ]
         children = await root.expand(params=params)
         said = [child.output for child in children if child.output is not None]
@@ -34,27 +33,24 @@ async def sample(llm: AsyncLLM, problem: Problem, n: int, seed: int) -> Outcome:
 
 
 async def run(seeds: Sequence[int], n: int, console: Console, llm: AsyncLLM) -> list[Tally]:
-    problems = [(seed, deal(seed)) for seed in seeds]
-    tallies = []
-    for name, k in (("one sample", 1), (f"any of {n} samples", n)):
-
-        async def solve(one: tuple[int, Problem], k: int = k) -> Outcome:
-            return await sample(llm, one[1], k, 1000 * one[0])
-
-        tallies.append(await tally(llm, name, problems, solve, console))
-    show(f"{len(problems)} sums of three numbers", tallies, console)
-    return tallies
+    return await compare(
+        llm,
+        f"{len(seeds)} sums of three numbers",
+        {"one sample": 1, f"any of {n} samples": n},
+        seeds,
+        lambda k, seed: sample(llm, seed, k),
+        console,
+    )
 
 
 async def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = options(__doc__)
+    parser.add_argument(
+        "--samples", type=count, default=16, metavar="N", help="of each problem (%(default)s)"
     )
-    parser.add_argument("--problems", type=int, default=50)
-    parser.add_argument("--samples", type=int, default=16)
     arguments = parser.parse_args()
     async with AsyncLLM("smollm2", num_blocks=2048) as llm:
-        await run(range(arguments.problems), arguments.samples, Console(), llm)
+        await run(seeds_of(arguments), arguments.samples, Console(), llm)
 
 
 if __name__ == "__main__":

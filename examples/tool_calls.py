@@ -9,15 +9,14 @@ one takes all the memory there is.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
-import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from rich.console import Console
 
-from examples.tally import Outcome, Tally, show
+from examples.tally import Outcome, Tally, options, seeds_of, show, tally
 from examples.tools import python
 from ramet import AsyncBranch, AsyncLLM
 
@@ -40,12 +39,15 @@ class Problem(NamedTuple):
     answer: str | None  # None: the program is to be stopped
 
 
-def deal(num_problems: int, tool_seconds: float) -> list[Problem]:
-    stream = random.Random("tool calls")
-    pairs = [(stream.randint(101, 999), stream.randint(11, 99)) for _ in range(num_problems)]
-    wait = f"import time; time.sleep({tool_seconds}); "
-    problems = [Problem(f"print({a} * {b})", f"{wait}print({a} * {b})", str(a * b)) for a, b in pairs]
-    for index, code in enumerate(_RUNAWAYS[: num_problems // 4]):
+def deal(seeds: Sequence[int], tool_seconds: float) -> list[Problem]:
+    """A product for each seed, but for two programs that are to be stopped."""
+    problems = []
+    for seed in seeds:
+        stream = random.Random(f"tool call {seed}")
+        a, b = stream.randint(101, 999), stream.randint(11, 99)
+        wait = f"import time; time.sleep({tool_seconds}); "
+        problems.append(Problem(f"print({a} * {b})", f"{wait}print({a} * {b})", str(a * b)))
+    for index, code in enumerate(_RUNAWAYS[: len(seeds) // 4]):
         problems[3 * index + 1] = Problem(code, code, None)
     return problems
 
@@ -61,44 +63,28 @@ async def answer(root: AsyncBranch, problem: Problem, limit: float) -> Outcome:
         return Outcome(right, len(branch))
 
 
-async def run(num_problems: int, tool_seconds: float, console: Console, llm: AsyncLLM) -> list[Tally]:
-    problems = deal(num_problems, tool_seconds)
+async def run(seeds: Sequence[int], tool_seconds: float, console: Console, llm: AsyncLLM) -> list[Tally]:
+    problems = deal(seeds, tool_seconds)
     tallies = []
-    for name, at_once in (("one call after the other", 1), ("all at once", num_problems)):
-        gate = asyncio.Semaphore(at_once)
+    for name, at_once in (("one after the other", 1), ("all at once", len(problems))):
+        async with await llm.branch(PROMPT) as root:
 
-        async def one(root: AsyncBranch, problem: Problem, gate: asyncio.Semaphore = gate) -> Outcome:
-            async with gate:
+            async def solve(problem: Problem, root: AsyncBranch = root) -> Outcome:
                 return await answer(root, problem, 2.0 + tool_seconds)
 
-        before, start = await llm.stats(), time.perf_counter()
-        async with await llm.branch(PROMPT) as root:
-            with console.status(name):
-                outcomes = await asyncio.gather(*(one(root, problem) for problem in problems))
-        computed = (await llm.stats()).num_computed_tokens - before.num_computed_tokens
-        tallies.append(
-            Tally(
-                name,
-                num_problems,
-                sum(outcome.solved for outcome in outcomes),
-                computed,
-                sum(outcome.num_flat_tokens for outcome in outcomes),
-                time.perf_counter() - start,
-            )
-        )
-    show(f"{num_problems} tool calls of {tool_seconds:g} s", tallies, console)
+            tallies.append(await tally(llm, name, problems, solve, console, at_once))
+    show(f"{len(problems)} tool calls of {tool_seconds:g} s", tallies, console)
     return tallies
 
 
 async def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = options(__doc__, problems=24)
+    parser.add_argument(
+        "--seconds", type=float, default=0.5, metavar="S", help="that each tool takes (%(default)s)"
     )
-    parser.add_argument("--problems", type=int, default=24)
-    parser.add_argument("--seconds", type=float, default=0.5, help="that each tool takes")
     arguments = parser.parse_args()
     async with AsyncLLM("smollm2", num_blocks=2048) as llm:
-        await run(arguments.problems, arguments.seconds, Console(), llm)
+        await run(seeds_of(arguments), arguments.seconds, Console(), llm)
 
 
 if __name__ == "__main__":

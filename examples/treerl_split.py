@@ -9,12 +9,15 @@ sends each prefix again as a prompt; here a split is a fork at that token, and c
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ramet import LLM, Branch, SamplingParams
+from rich.console import Console
 
-PROMPT = "Question: Tom has 3 boxes of 4 pens and gives 5 pens away. How many pens are left?\nAnswer: Tom has"
+from examples.sums import SAMPLING, check, deal
+from examples.tally import Tally, command, show
+from ramet import LLM, Branch, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -30,13 +33,12 @@ class Chain:
 def least_likely(tree: Sequence[Chain], n: int) -> list[tuple[Chain, int]]:
     """The n tokens of a tree with the lowest log-probabilities: (chain, position)."""
     found = [
-        (-logprob, chain_index, offset)
-        for chain_index, chain in enumerate(tree)
+        (logprob, chain, chain.start + offset)
+        for chain in tree
         for offset, logprob in enumerate(chain.logprobs)
         if offset or not chain.is_split  # the first token of a split was drawn anew already
     ]
-    found.sort(reverse=True)
-    return [(tree[chain_index], tree[chain_index].start + offset) for _, chain_index, offset in found[:n]]
+    return [(chain, position) for _, chain, position in sorted(found, key=lambda one: one[0])[:n]]
 
 
 def grow(
@@ -44,42 +46,42 @@ def grow(
 ) -> list[list[Chain]]:
     """Trees of chains below a prompt, each with `num_splits` more chains a round; pruned with the root.
 
-    No chain has more than `params.max_tokens` after the prompt.
+    No chain has more than `params.max_tokens` after the prompt. A seed would have all forks draw alike.
     """
-    assert params.max_tokens is not None, "chains are finished"
-    end = len(root) + params.max_tokens
-    children = root.expand(num_trees, params=params)
-    trees = [[_chain(child, len(root), is_split=False)] for child in children]
+    end = len(root) + (params.max_tokens or 0)
+    forks = root.fork(num_trees)
+    first = root.llm.step(forks, params)
+    trees = [
+        [Chain(fork, len(root), choice.token_logprobs, False)]
+        for fork, choice in zip(forks, first, strict=True)
+    ]
     for _ in range(num_rounds):
         splits = [(tree, *split) for tree in trees for split in least_likely(tree, num_splits)]
         forks = [chain.branch.fork(at=position)[0] for _, chain, position in splits]
-        root.llm.step(forks, [replace(params, max_tokens=end - len(fork)) for fork in forks])
-        for (tree, _, position), fork in zip(splits, forks, strict=True):
-            tree.append(_chain(fork, position, is_split=True))
+        choices = root.llm.step(forks, [replace(params, max_tokens=end - len(fork)) for fork in forks])
+        for (tree, _, position), fork, choice in zip(splits, forks, choices, strict=True):
+            tree.append(Chain(fork, position, choice.token_logprobs, True))
     return trees
 
 
-def _chain(branch: Branch, start: int, *, is_split: bool) -> Chain:
-    assert branch.output is not None, "it has just generated"
-    return Chain(branch, start, branch.output.token_logprobs, is_split)
-
-
 def main() -> None:
-    """Print each tree of a small question, split by split."""
-    llm = LLM("smollm2")
+    command(__doc__).parse_args()
+    llm, problem = LLM("smollm2"), deal(4)
     assert llm.tokenizer is not None, "the embedded model has one"
-    params = SamplingParams(max_tokens=32, temperature=0.8, stop="\n")
-    with llm.branch(PROMPT) as root:
+    params = SamplingParams(**SAMPLING)
+    start = time.perf_counter()
+    with llm.branch(problem.text) as root:
         trees = grow(root, params, num_trees=2, num_splits=2, num_rounds=2)
-        for tree in trees:
-            for chain in tree:
-                ids = chain.branch.token_ids
-                before, own = ids[len(root) : chain.start], ids[chain.start :]
-                print(f"{llm.tokenizer.decode(before)!r} | {llm.tokenizer.decode(own)!r}")
-            print()
         chains = [chain for tree in trees for chain in tree]
-        again = sum(chain.start + len(chain.logprobs) for chain in chains)
-    print(f"{llm.stats().num_computed_tokens} tokens computed; {again} if every chain began with its prompt")
+        for chain in chains:
+            ids = chain.branch.token_ids
+            shared, own = ids[len(root) : chain.start], ids[chain.start :]
+            print(f"{llm.tokenizer.decode(shared)!r:>44} | {llm.tokenizer.decode(own)!r}")
+        num_right = sum(check(chain.branch.text[len(problem.text) :], problem) for chain in chains)
+        num_flat = sum(len(chain.branch) for chain in chains)  # each a request with all before it
+    num_tokens, seconds = llm.stats().num_computed_tokens, time.perf_counter() - start
+    name = "2 trees, split twice"
+    show("A sum", [Tally(name, len(chains), num_right, num_tokens, num_flat, seconds)], Console())
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from ramet.api.server import leases
 from ramet.api.server.answers import finite
-from ramet.api.server.branch_generate import count_of_top, shown_choice
+from ramet.api.server.branch_generate import count_of_top, shown_choice, whereabouts
 from ramet.api.server.branch_schemas import BeamRequest, CreateRequest, PromptBeamRequest
 from ramet.api.server.branch_store import Entry
 from ramet.api.server.branch_verbs import Context, check_position, child_of, make, register, tokens_of
@@ -200,7 +200,7 @@ class BranchSearch(Searching):
         for child in self._children:
             assert child.branch.output is not None, "it was searched for"
             shown = self.shown(child.branch.output)
-            choices.append({**shown, "branch_id": child.id})
+            choices.append({**whereabouts(child), **shown})
             if not child.gone:
                 await leases.use(self.context.state, child)
                 data = {"branch_id": child.id, "position": shown["end_position"]}

@@ -178,12 +178,18 @@ class _Told:
 
 def _shown(generating: Generating, body: GenerateRequest, index: int, choice: Choice) -> dict[str, Any]:
     """A choice as the client gets it."""
-    shown = {"branch_id": generating.target(index).id, **shown_choice(body, index, choice, generating.start)}
+    branch = generating.target(index)
+    shown = {**whereabouts(branch), **shown_choice(body, index, choice, generating.start)}
     if choice.entropies is not None:
         shown["entropy"] = choice.entropies
     if choice.named_logprobs is not None:
         shown["logprob_token_ids"] = [_by_id(row) for row in choice.named_logprobs]
     return shown
+
+
+def whereabouts(branch: Entry) -> dict[str, Any]:
+    """Which branch has a choice: enough to go on with it."""
+    return {"branch_id": branch.id, "tree_id": branch.tree.id, "parent_id": branch.parent_id}
 
 
 def shown_choice(

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import httpx2
 import pytest
@@ -101,6 +100,36 @@ def test_beam_searches_give_branches_and_tell_their_progress(shared: Serving) ->
         client.delete_tree(told[0].tree_id)
 
 
+def test_children_are_known_by_the_answer_that_made_them(shared: Serving) -> None:
+    """An expansion is one request; what it says of each child is what the server says when asked again."""
+    sent: list[str] = []
+
+    async def main() -> None:
+        async with AsyncClient(shared.url) as there, await there.branch("hello") as root:
+            there._http.event_hooks["request"].append(count)
+            grown = await root.expand(2, max_tokens=3)
+            grown += await root.beam_search(num_beams=2, max_tokens=3)
+            grown += await there.beam_search("other", num_beams=2, max_tokens=3)
+            assert len(sent) == 3
+            for child in grown:
+                known = dict(child.info)
+                assert child.output and known.items() <= (await child.refresh()).items()
+            await there.delete_tree(grown[-1].tree_id)
+
+    async def count(request: httpx2.Request) -> None:
+        sent.append(request.url.path)
+
+    asyncio.run(main())
+    with Client(shared.url) as client, client.branch("hello") as root:
+        sent.clear()
+        client._http.event_hooks["request"].append(lambda request: sent.append(request.url.path))
+        grown = [*root.expand(2, max_tokens=3), *root.beam_search(num_beams=2, max_tokens=3)]
+        assert len(sent) == 2
+        for child in grown:
+            known = dict(child.info)
+            assert child.output and known.items() <= child.refresh().items()
+
+
 def test_streams_give_pieces_and_then_choices(shared: Serving) -> None:
     with Client(shared.url) as client, client.branch(messages=HI) as root:
         told = list(root.stream(n=2, into="children", seed=3, max_tokens=5))
@@ -123,43 +152,6 @@ def test_leaving_a_stream_early_cancels_what_is_not_complete(serve: Serve) -> No
         stream.close()
         server.wait_until(lambda: not any(s.run for s in list(server.llm.engine.sequences)))
         assert root.text == "abc"
-
-
-@pytest.mark.parametrize("verb", ["expand", "beam_search"])
-def test_children_that_the_caller_does_not_get_go(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch, verb: str
-) -> None:
-    """The second of three cannot be had, or the caller is cancelled there."""
-    server = serve()
-    settings: dict[str, Any] = {"max_tokens": 2, **({"n": 3} if verb == "expand" else {"num_beams": 3})}
-    asked = []
-
-    def get(self: Client, branch_id: str) -> Any:
-        asked.append(branch_id)
-        if len(asked) == 2:
-            raise TimeoutError
-        return client.Branch(self, {"id": branch_id})
-
-    monkeypatch.setattr(Client, "get", get)
-    with Client(server.url) as here, here.branch("hello") as root:
-        with pytest.raises(TimeoutError):
-            getattr(root, verb)(**settings)
-        assert len(server.llm.engine.sequences) == 1
-
-    async def slow(self: AsyncClient, branch_id: str) -> Any:
-        asyncio.current_task().cancel()  # type: ignore[union-attr]
-        await asyncio.sleep(0)
-
-    monkeypatch.setattr(AsyncClient, "get", slow)
-
-    async def main() -> None:
-        async with AsyncClient(server.url) as there, await there.branch("hello") as root:
-            task = asyncio.ensure_future(getattr(root, verb)(**settings))
-            await asyncio.wait([task])
-            assert task.cancelled()
-            assert len(server.llm.engine.sequences) == 1
-
-    asyncio.run(main())
 
 
 def test_errors_say_what_is_wrong(serve: Serve) -> None:

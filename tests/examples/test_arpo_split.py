@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from examples.arpo_split import Rollout, roll_out
+from examples.arpo_split import Limits, Rollout, roll_out
 from ramet import LLM, SamplingParams
 from ramet.testing import check_idle, tiny_llama
 
@@ -23,7 +23,6 @@ PARAMS = SamplingParams(
     stop_token_ids=[CALL],
     allowed_token_ids=[CALL, *range(100, 106)],  # so that most turns end in a call
     return_entropy=True,
-    seed=3,
 )
 
 
@@ -49,19 +48,17 @@ def test_splits_are_those_of_recorded_logprobs(make_tiny: MakeLLM) -> None:
             root,
             PARAMS,
             lambda _: [200, 201],
-            end_of_call=CALL,
-            num_first=3,
-            num_rollouts=8,
-            num_calls=3,
-            draw=lambda: 0.4 + 0.2 * drawn.random(),
+            CALL,
+            Limits(num_first=3, num_rollouts=8, num_calls=3),
+            lambda: 0.4 + 0.2 * drawn.random(),
         )
         decisions = []
         for rollout in rollouts:
-            first = turn_entropy(rollout, rollout.turns[0]) if rollout.tries else 0.0
+            first = turn_entropy(rollout, rollout.turns[0][0]) if rollout.tries else 0.0
             assert not rollout.tries or rollout.first_entropy == pytest.approx(first, abs=1e-4)
-            answers = [begin for begin in rollout.turns if rollout.branch.token_ids[begin - 1] == 201]
+            answers = [begin for begin, _ in rollout.turns if rollout.branch.token_ids[begin - 1] == 201]
             for position, draw, split in rollout.tries:
-                begin = max(turn for turn in rollout.turns if turn < position)
+                begin = max(begin for begin, _ in rollout.turns if begin < position)
                 rise = turn_entropy(rollout, begin) - first
                 assert split == (draw - 0.5 * rise <= 0.5), (position, draw, rise)
                 assert position in answers, "right after the tool's answer"
@@ -69,7 +66,7 @@ def test_splits_are_those_of_recorded_logprobs(make_tiny: MakeLLM) -> None:
         assert True in decisions and False in decisions, "both happen, or nothing is compared"
         assert sum(decisions) == len(rollouts) - 3 > 0
         for rollout in rollouts[3:]:
-            begin = rollout.turns[0]
+            begin = rollout.turns[0][0]
             assert any(
                 begin in [position for position, _, split in other.tries if split]
                 and other.branch.token_ids[:begin] == rollout.branch.token_ids[:begin]

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import io
 from collections.abc import Iterator
+from inspect import iscoroutinefunction
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from examples import (
+    arpo_split,
     beam_search,
     game_of_24,
     mcts_with_tools,
@@ -19,12 +22,24 @@ from examples import (
     self_consistency,
     sums,
     tool_calls,
+    treerl_split,
 )
-from examples.tally import Tally
+from examples.tally import Tally, options, seeds_of
 from examples.tools import calculator
 from examples.word_problems import deal, left_after, steps
 from ramet import LLM, AsyncLLM
 from ramet.testing import check_idle
+
+EXAMPLES = [
+    arpo_split,
+    beam_search,
+    game_of_24,
+    mcts_with_tools,
+    parallel_sampling,
+    self_consistency,
+    tool_calls,
+    treerl_split,
+]
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +68,8 @@ def test_tree_of_thought_beats_samples_and_dice(model: LLM) -> None:
     assert (thought.num_solved, sampled.num_solved, diced.num_solved) == (1, 0, 0)
     assert 5 * thought.num_tokens < thought.num_flat_tokens
     assert "1 of 1" in text
+    for other in (sampled, diced):  # as many tokens, but for a last sample's, or for moves of other numbers
+        assert other.num_tokens == pytest.approx(thought.num_tokens, rel=0.3)
 
 
 @pytest.mark.model
@@ -94,14 +111,47 @@ def test_samples_and_votes(model: LLM) -> None:
     assert one.num_solved <= many.num_solved
     assert many.num_tokens < many.num_flat_tokens
     (_, vote), text = play(model, lambda out, llm: self_consistency.run([0], 4, out, llm))
-    assert vote.num_problems == 1 and "what most of 4 say" in text
+    assert vote.num_problems == 1 and "majority of 4" in text
 
 
 @pytest.mark.model
 def test_tools_run_while_others_decode(model: LLM) -> None:
-    (alone, at_once), _ = play(model, lambda out, llm: tool_calls.run(4, 0.3, out, llm))
+    (alone, at_once), _ = play(model, lambda out, llm: tool_calls.run(range(4), 0.3, out, llm))
     assert at_once.num_solved >= alone.num_solved >= 3
     assert at_once.seconds < alone.seconds
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("example", [arpo_split, treerl_split])
+def test_split_rules_show_what_they_computed(
+    example: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", [example.__name__])
+    example.main()
+    *_, last, _ = (line for line in capsys.readouterr().out.splitlines() if line)
+    solved, computed, flat, _ = (cell.strip() for cell in last.strip("│ ").split("│")[1:])
+    assert " of " in solved
+    assert 3 * int(computed.replace(",", "")) < int(flat.replace(",", ""))
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_help_teaches(
+    example: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It says what the example does and how it is run, and loads no model."""
+    monkeypatch.setattr("sys.argv", ["example", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        asyncio.run(example.main()) if iscoroutinefunction(example.main) else example.main()
+    said = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert f"python -m {example.__name__}" in said and (example.__doc__ or "?") in said
+
+
+def test_a_count_of_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        options("What it does.").parse_args(["--problems", "0"])
+    assert "--problems: must be a whole number above 0" in capsys.readouterr().err
+    assert seeds_of(options("What it does.").parse_args(["--problems", "3", "--first", "5"])) == range(5, 8)
 
 
 @pytest.mark.parametrize("seed", range(20))
