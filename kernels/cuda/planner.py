@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from ramet.kernels.cuda import planning
-from ramet.kernels.plan import IntArray, Planner, Segment, Tree
+from ramet.kernels.plan import IntArray, Planner, Tree
 
 
 @functools.cache
@@ -35,7 +35,6 @@ class GPUPlanner(Planner):
         fold = _fold_in_c()
         num_segments = fold(query_lens, num_shared_blocks, lens.tobytes(), *sizes, out.ctypes.data)
         out.setflags(write=False)  # the plans of this tree share it
-        segments = out[4 * n + 1 : 4 * n + 1 + 5 * num_segments].reshape(-1, 5).tolist()
         return Tree(
             query_lens=query_lens.copy(),
             num_shared_blocks=num_shared_blocks.copy(),
@@ -43,5 +42,5 @@ class GPUPlanner(Planner):
             queries=out[:n],
             query_starts=out[n : 2 * n + 1],
             private_block0=out[2 * n + 1 : 3 * n + 1],
-            segments=tuple(map(Segment._make, segments)),
+            segment_array=out[4 * n + 1 : 4 * n + 1 + 5 * num_segments].reshape(-1, 5),
         )

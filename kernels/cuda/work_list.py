@@ -28,6 +28,7 @@ SPARE_TOKENS = 128  # by how much rows may grow before they want new lists
 GATE_BYTES, GATE_BYTES_FEW_ROWS = 36e6, 54e6
 
 _LONG, _DOUBLE, _POINTER = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
+_ARRAY = ctypes.c_char_p  # as bytes: to copy a small array takes less time than to ask for its address
 _LENGTHS, _IDS, _ALL, _OUTGROWN = range(4)  # of csrc/prepare.c: what has changed
 
 
@@ -67,9 +68,8 @@ def _functions() -> tuple[Callable[..., int], Callable[..., None]]:
     """`ramet_prepare` and `ramet_forget` of csrc/prepare.c."""
     library = planning.library()
     prepare, forget = library.ramet_prepare, library.ramet_forget
-    rows = ctypes.c_char_p, _LONG, ctypes.c_char_p, ctypes.c_char_p
-    lists = ctypes.py_object, ctypes.py_object
-    prepare.argtypes = (_POINTER, _POINTER, *lists, *rows, ctypes.c_int, ctypes.c_int)
+    plan = ctypes.py_object, _ARRAY, _LONG, _ARRAY, _LONG, _ARRAY, _ARRAY
+    prepare.argtypes = (_POINTER, _POINTER, *plan, ctypes.c_int, ctypes.c_int)
     prepare.restype = _LONG
     forget.argtypes, forget.restype = (_POINTER,), None
     return prepare, forget
@@ -138,7 +138,8 @@ class WorkLists:
             ctypes.addressof(self._lists),
             self._workspace.buffer.address,
             tables,
-            plan.segments,
+            plan.segment_array.tobytes(),
+            len(plan.segment_array),
             rows.tobytes(),
             len(rows),
             plan.kv_lens.tobytes(),
