@@ -65,7 +65,7 @@ def built(sources: Sources) -> Path:
     """
     folder = user_cache_dir()
     if sys.platform != "linux":
-        raise Unavailable(f"they are for Linux, this is {sys.platform}")
+        raise Unavailable(f"it is compiled on Linux only, this is {sys.platform}")
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
         raise Unavailable(f"no C compiler found (looked for {', '.join(_COMPILERS)})")

@@ -52,7 +52,7 @@ class Tasks(NamedTuple):
 def stretches_of(plan: AttentionPlan, lows: IntArray) -> Stretches:
     """What a step reads: each row's own KV, and what rows share. lows [T]: where each window begins."""
     size, starts = plan.block_size, plan.query_starts
-    _, row0, row1, block0, block1 = np.array(plan.segments, dtype=np.int64).reshape(-1, 5).T
+    _, row0, row1, block0, block1 = plan.segment_array.T
     row = np.concatenate([np.arange(plan.num_rows), row0])
     token0 = np.concatenate([starts[:-1], starts[row0]])
     token1 = np.concatenate([starts[1:], starts[row1]])

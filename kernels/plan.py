@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -49,7 +50,12 @@ class AttentionPlan:
     kv_lens: IntArray  # [S]
     query_starts: IntArray  # [S + 1]
     private_block0: IntArray  # [S]
-    segments: tuple[Segment, ...]  # by level, then by row: a segment stands after those above it
+    segment_array: IntArray  # [X, 5], the fields of `segments`
+
+    @cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        """By level, then by row: a segment stands after those above it."""
+        return tuple(map(Segment._make, self.segment_array.tolist()))
 
     @property
     def num_rows(self) -> int:
@@ -75,7 +81,7 @@ class Tree(NamedTuple):
     queries: IntArray  # [S], query_lens as an array
     query_starts: IntArray  # [S + 1]
     private_block0: IntArray  # [S]
-    segments: tuple[Segment, ...]
+    segment_array: IntArray  # [X, 5]
 
     def is_of(self, query_lens: Ints, kv_lens: IntArray, num_shared_blocks: Ints) -> bool:
         """Whether a step has this tree. Lists are compared as they are: much faster than as arrays."""
@@ -128,7 +134,7 @@ class Planner:
             lens,
             tree.query_starts,
             tree.private_block0,
-            tree.segments,
+            tree.segment_array,
         )
 
     def _tree(self, query_lens: list[int], lens: IntArray, num_shared_blocks: list[int]) -> Tree:
@@ -150,7 +156,7 @@ class Planner:
         segments, private = self._fold(_intervals(depths), lens)
         starts = np.zeros(len(lens) + 1, dtype=np.int64)
         np.cumsum(queries, out=starts[1:])
-        for shared in (queries, starts, private):  # by the plans of this tree
+        for shared in (queries, starts, private, segments):  # by the plans of this tree
             shared.setflags(write=False)
         stays = sees_all and not self.min_shared_fraction
         return Tree(
@@ -163,10 +169,8 @@ class Planner:
             segments,
         )
 
-    def _fold(
-        self, intervals: list[tuple[int, int, int]], lens: IntArray
-    ) -> tuple[tuple[Segment, ...], IntArray]:
-        """The intervals that pay, as segments, and where each row's private one starts.
+    def _fold(self, intervals: list[tuple[int, int, int]], lens: IntArray) -> tuple[IntArray, IntArray]:
+        """The intervals that pay, as segments [X, 5], and where each row's private one starts [S].
 
         The blocks of the other intervals go to what lies below them.
 
@@ -189,7 +193,7 @@ class Planner:
             kept.append((level, row0, row1, block0, block1))
             covered[row0:row1] = [block1] * num_rows
             levels[row0:row1] = [level + 1] * num_rows
-        return tuple(map(Segment._make, sorted(kept))), _array(covered)
+        return np.array(sorted(kept), dtype=np.int64).reshape(-1, 5), _array(covered)
 
 
 def _list(values: Ints) -> list[int]:

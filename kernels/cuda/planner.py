@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from ramet.kernels.cuda import planning
-from ramet.kernels.plan import IntArray, Planner, Segment, Tree
+from ramet.kernels.plan import IntArray, Planner, Tree
 
 
 @functools.cache
@@ -23,19 +23,18 @@ def _fold_in_c() -> Callable[..., int]:
 
 
 class GPUPlanner(Planner):
-    """Makes the plans that Planner defines, a new tree in a fifth of the time."""
+    """Makes the plans that Planner defines, new trees three to ten times as fast."""
 
     def _tree(self, query_lens: list[int], lens: IntArray, num_shared_blocks: list[int]) -> Tree:
         assert not self.min_shared_fraction, "what a segment's rows read besides does not matter on a GPU"
         n = len(query_lens)
         assert n == len(lens) == len(num_shared_blocks), "the inputs differ in rows"
         assert n > 0, "a step has at least one row"
-        out = np.empty(10 * n + 1, dtype=np.int64)
+        out = np.empty(9 * n, dtype=np.int64)
         sizes = n, self.block_size, self.min_shared_tokens_saved
         fold = _fold_in_c()
         num_segments = fold(query_lens, num_shared_blocks, lens.tobytes(), *sizes, out.ctypes.data)
         out.setflags(write=False)  # the plans of this tree share it
-        segments = out[4 * n + 1 : 4 * n + 1 + 5 * num_segments].reshape(-1, 5).tolist()
         return Tree(
             query_lens=query_lens.copy(),
             num_shared_blocks=num_shared_blocks.copy(),
@@ -43,5 +42,5 @@ class GPUPlanner(Planner):
             queries=out[:n],
             query_starts=out[n : 2 * n + 1],
             private_block0=out[2 * n + 1 : 3 * n + 1],
-            segments=tuple(map(Segment._make, segments)),
+            segment_array=out[4 * n + 1 : 4 * n + 1 + 5 * num_segments].reshape(-1, 5),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ramet.kernels.cuda import planning
 from ramet.kernels.cuda.planner import GPUPlanner
 from ramet.kernels.cuda.workspace import Workspace
 from ramet.kernels.kv_pool import KVPool
@@ -13,8 +14,9 @@ MIN_SHARED_TOKENS_SAVED = 256  # by one segment, once some pay
 def planner(pool: KVPool) -> Planner:
     """The planner for a pool on a GPU. Whether its segments pay together is decided with the lists.
 
-    Raises RuntimeError where it cannot be compiled.
+    Raises RuntimeError where there is no C compiler: now, not in the first step.
     """
+    planning.library()
     return GPUPlanner(pool.block_size, MIN_SHARED_TOKENS_SAVED)
 
 

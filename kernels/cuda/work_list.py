@@ -28,6 +28,7 @@ SPARE_TOKENS = 128  # by how much rows may grow before they want new lists
 GATE_BYTES, GATE_BYTES_FEW_ROWS = 36e6, 54e6
 
 _LONG, _DOUBLE, _POINTER = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
+_ARRAY = ctypes.c_char_p  # as bytes: to copy a small array takes less time than to ask for its address
 _LENGTHS, _IDS, _ALL, _OUTGROWN = range(4)  # of csrc/prepare.c: what has changed
 
 
@@ -67,9 +68,8 @@ def _functions() -> tuple[Callable[..., int], Callable[..., None]]:
     """`ramet_prepare` and `ramet_forget` of csrc/prepare.c."""
     library = planning.library()
     prepare, forget = library.ramet_prepare, library.ramet_forget
-    rows = ctypes.c_char_p, _LONG, ctypes.c_char_p, ctypes.c_char_p
-    lists = ctypes.py_object, ctypes.py_object
-    prepare.argtypes = (_POINTER, _POINTER, *lists, *rows, ctypes.c_int, ctypes.c_int)
+    plan = ctypes.py_object, _ARRAY, _LONG, _ARRAY, _LONG, _ARRAY, _ARRAY
+    prepare.argtypes = (_POINTER, _POINTER, *plan, ctypes.c_int, ctypes.c_int)
     prepare.restype = _LONG
     forget.argtypes, forget.restype = (_POINTER,), None
     return prepare, forget
@@ -98,11 +98,11 @@ class WorkLists:
     def __init__(self, workspace: Workspace) -> None:
         self._workspace = workspace
         self._tiles = _tiles(workspace)
-        self._lists = _Lists(card=_card(workspace, self._tiles))
+        self._for_c = _Lists(card=_card(workspace, self._tiles))
         self._prepare, forget = _functions()
-        weakref.finalize(self, forget, ctypes.pointer(self._lists))
+        weakref.finalize(self, forget, ctypes.pointer(self._for_c))
         # Of the last step, as far as the device has them:
-        self._list: WorkList | None = None
+        self._known: WorkList | None = None
         self._tables: Sequence[Sequence[int]] | None = None
 
     def forget(self) -> None:
@@ -111,18 +111,18 @@ class WorkLists:
 
     def prepare(self, plan: AttentionPlan, rows: IntArray) -> WorkList:
         """Prepare a step of the rows `rows` [R] of a plan, which have one query each."""
-        known, self._list = self._list, None  # an interrupt in between would leave host and device apart
+        known, self._known = self._known, None  # an interrupt in between would leave host and device apart
         known_tables, self._tables = self._tables, None
         tables = list(plan.block_tables)  # kept: an object that is gone would make place for another one
         assert len(tables) == len(plan.kv_lens), "each row has a table"
         change = self._make(plan, tables, rows, known is not None, known_tables is not None)
         if change == _OUTGROWN:
-            self._workspace.buffer = self._workspace.buffer.grown(self._lists.needed)
+            self._workspace.buffer = self._workspace.buffer.grown(self._for_c.needed)
             change = self._make(plan, tables, rows, False, False)
         if known is None or change == _ALL:
             known = self._made()
         self._send(change, len(rows))
-        self._list, self._tables = known, tables
+        self._known, self._tables = known, tables
         return known
 
     def _make(
@@ -135,10 +135,11 @@ class WorkLists:
     ) -> int:
         """Write what a step needs into the buffer's host side. Returns what has changed there."""
         return self._prepare(
-            ctypes.addressof(self._lists),
+            ctypes.addressof(self._for_c),
             self._workspace.buffer.address,
             tables,
-            plan.segments,
+            plan.segment_array.tobytes(),
+            len(plan.segment_array),
             rows.tobytes(),
             len(rows),
             plan.kv_lens.tobytes(),
@@ -148,7 +149,7 @@ class WorkLists:
         )
 
     def _made(self) -> WorkList:
-        made = self._lists
+        made = self._for_c
         self._workspace.reserve_parts(made.num_parts)
         narrow_tile, wide_tile = self._tiles[made.narrow_tile], self._tiles[made.wide_tile]
         assert narrow_tile is not None and wide_tile is not None, "lists are for builds that there are"
@@ -166,7 +167,7 @@ class WorkLists:
         buffer = self._workspace.buffer
         stop = buffer.starts[KV_LENS] + num_rows
         if change != _LENGTHS:
-            stop = buffer.starts[BLOCK_IDS] + self._lists.needed[BLOCK_IDS]
+            stop = buffer.starts[BLOCK_IDS] + self._for_c.needed[BLOCK_IDS]
         buffer.send(0 if change == _ALL else buffer.starts[KV_LENS], stop)
 
 

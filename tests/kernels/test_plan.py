@@ -123,10 +123,10 @@ def test_a_tree_is_folded_once_while_it_stays() -> None:
     """Rows that grow leave it as it is; lengths that cut off what is shared do not."""
     planner, tables = Planner(2, 0), [[0, 1, 2], [0, 1, 3]]
     first, grown, shorter = (planner.plan(tables, [1, 1], [n, n], [0, 2]) for n in (5, 6, 3))
-    assert grown.segments is first.segments and grown.private_block0 is first.private_block0
+    assert grown.segment_array is first.segment_array and grown.private_block0 is first.private_block0
     assert [s[1:] for s in shorter.segments] == [(0, 2, 0, 1)]
     assert shorter.private_block0.tolist() == [1, 1]
-    for shared in (first.private_block0, first.query_lens, first.query_starts):
+    for shared in (first.private_block0, first.query_lens, first.query_starts, first.segment_array):
         with pytest.raises(ValueError, match="read-only"):
             shared[0] = 0
 

@@ -118,7 +118,7 @@ static void sort_by_level(const Segment *kept, int64_t num_kept, int64_t *ends, 
 }
 
 /* Fold the tree of S rows; query_lens and num_shared_blocks are lists of S numbers. A segment saves least_saved
- * tokens at least. `out` [10 S + 1] gets the arrays of Tree, one behind the other. Returns the number of segments, or
+ * tokens at least. `out` [9 S] gets the arrays of Tree, one behind the other. Returns the number of segments, or
  * -1 with an exception. */
 int64_t ramet_fold(PyObject *query_lens, PyObject *num_shared_blocks, const int64_t *kv_lens, int64_t num_rows,
                    int64_t block_size, int64_t least_saved, int64_t *out)

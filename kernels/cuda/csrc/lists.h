@@ -80,7 +80,8 @@ typedef struct {
 /* One step, as Python has it: a plan of S rows, and which of them decode. */
 typedef struct {
     PyObject *tables;            /* a list of S sequences of block ids */
-    PyObject *segments;          /* a tuple of them */
+    const int64_t *segments;     /* [X, 5] */
+    int64_t num_segments;        /* X */
     const int64_t *rows;         /* [R] in order */
     int64_t num_rows;            /* R */
     const int64_t *kv_lens;      /* [S] */
@@ -99,7 +100,7 @@ typedef struct {
 
 int32_t *section(const Lists *lists, int index);
 
-/* Whether the lists hold for a step: the same tree, its rows grown a little at most. -1 with an exception. */
+/* Whether the lists hold for a step: the same tree, its rows grown a little at most. */
 int suits(const Tree *tree, const Step *step);
 
 /* Find what the step reads, choose tiles, cut it, and count what the lists take. NULL with an exception. */

@@ -81,18 +81,15 @@ static int64_t prepare_new(Lists *lists, const Step *step, int knows_ids)
 /* Write what a step of R rows needs into the buffer: see Step. knows_lists, knows_ids: whether the card has what the
  * last call wrote. Returns what has changed, or OUTGROWN if the buffer is too small and nothing was written, or -1 with
  * an exception. */
-int64_t ramet_prepare(Lists *lists, const Buffer *buffer, PyObject *tables, PyObject *segments, const int64_t *rows,
-                      int64_t num_rows, const int64_t *kv_lens, const int64_t *query_starts, int knows_lists,
-                      int knows_ids)
+int64_t ramet_prepare(Lists *lists, const Buffer *buffer, PyObject *tables, const int64_t *segments,
+                      int64_t num_segments, const int64_t *rows, int64_t num_rows, const int64_t *kv_lens,
+                      const int64_t *query_starts, int knows_lists, int knows_ids)
 {
-    Step step = {tables, segments, rows, num_rows, kv_lens, query_starts};
+    Step step = {tables, segments, num_segments, rows, num_rows, kv_lens, query_starts};
     if (check(&step) < 0)
         return -1;
     lists->buffer = buffer;
-    int is_known = knows_lists ? suits(lists->tree, &step) : 0;
-    if (is_known < 0)
-        return -1;
-    if (!is_known)
+    if (!knows_lists || !suits(lists->tree, &step))
         return prepare_new(lists, &step, knows_ids);
     write_kv_lens(lists, &step);
     if (knows_ids && has_same_tables(lists->tree, &step))

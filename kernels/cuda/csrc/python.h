@@ -13,8 +13,6 @@ typedef struct _object PyObject;
 extern PyObject *PyExc_AssertionError, *PyExc_ValueError;
 intptr_t PyList_Size(PyObject *list);
 PyObject *PyList_GetItem(PyObject *list, intptr_t index); /* borrowed, as all that is not said to be new */
-intptr_t PyTuple_Size(PyObject *tuple);
-PyObject *PyTuple_GetItem(PyObject *tuple, intptr_t index);
 PyObject *PySequence_GetItem(PyObject *sequence, intptr_t index); /* new */
 void Py_DecRef(PyObject *object);
 long PyLong_AsLong(PyObject *number);

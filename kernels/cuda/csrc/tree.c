@@ -18,18 +18,11 @@ static int32_t num_before(const Step *step, int64_t plan_row)
     return low;
 }
 
-/* One of the plan's segments. Returns 1, or 0 if none of its rows decode, or -1 with an exception. */
-static int read_shared(const Step *step, int64_t index, Shared *shared)
+/* One of the plan's segments, for the rows that decode. It has none of them if row0 is row1. */
+static Shared shared_of(const Step *step, int64_t index)
 {
-    PyObject *segment = PyTuple_GetItem(step->segments, index);
-    int32_t fields[4]; /* behind the level */
-    for (int i = 0; i < 4; i++) {
-        fields[i] = segment ? int_of(PyTuple_GetItem(segment, i + 1)) : -1;
-        if (fields[i] < 0)
-            return -1;
-    }
-    *shared = (Shared){num_before(step, fields[0]), num_before(step, fields[1]), fields[2], fields[3]};
-    return shared->row0 < shared->row1;
+    const int64_t *segment = step->segments + 5 * index; /* level, row0, row1, block0, block1 */
+    return (Shared){num_before(step, segment[1]), num_before(step, segment[2]), segment[3], segment[4]};
 }
 
 int suits(const Tree *tree, const Step *step)
@@ -42,13 +35,10 @@ int suits(const Tree *tree, const Step *step)
         if (step->query_starts[step->rows[i]] != row->token || grown < 0 || grown > row->spare)
             return 0;
     }
-    int64_t num_shared = 0, num_segments = PyTuple_Size(step->segments);
-    for (int64_t i = 0; i < num_segments; i++) {
-        Shared shared;
-        int is_here = read_shared(step, i, &shared);
-        if (is_here < 0)
-            return -1;
-        if (!is_here)
+    int64_t num_shared = 0;
+    for (int64_t i = 0; i < step->num_segments; i++) {
+        Shared shared = shared_of(step, i);
+        if (shared.row0 == shared.row1)
             continue;
         if (num_shared == tree->num_shared || memcmp(&shared, &tree->shared[num_shared], sizeof shared))
             return 0;
@@ -252,23 +242,17 @@ static int count(Lists *lists, const Tree *tree)
 
 Tree *make_tree(Lists *lists, const Step *step)
 {
-    int64_t num_segments = PyTuple_Size(step->segments);
-    if (num_segments < 0)
-        return NULL;
-    Tree *tree = allocate(&lists->card, step->num_rows, num_segments);
+    Tree *tree = allocate(&lists->card, step->num_rows, step->num_segments);
     if (!tree)
         return NULL;
     for (int64_t i = 0; i < step->num_rows; i++) {
         int64_t row = step->rows[i];
         tree->rows[i] = (Row){.token = step->query_starts[row], .kv_len = step->kv_lens[row], .deepest = -1};
     }
-    for (int64_t i = 0; i < num_segments; i++) {
-        int is_here = read_shared(step, i, &tree->shared[tree->num_shared]);
-        if (is_here < 0) {
-            free(tree);
-            return NULL;
-        }
-        tree->num_shared += is_here;
+    for (int64_t i = 0; i < step->num_segments; i++) {
+        Shared shared = shared_of(step, i);
+        if (shared.row0 < shared.row1)
+            tree->shared[tree->num_shared++] = shared;
     }
     find_segments(&lists->card, tree);
     if (tree->num_wide > 0) {

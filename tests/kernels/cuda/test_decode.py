@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -246,7 +247,7 @@ def test_rows_do_not_depend_on_their_place_in_memory(step_of: Callable[..., Step
     step.pool.storage[:, :, :, ids] = storage
     plan = rows.plan()
     moved = [[int(ids[block]) for block in table] for table in rows.block_tables]
-    plan = type(plan)(**{**vars(plan), "block_tables": moved})
+    plan = replace(plan, block_tables=moved)
     step.work = DecodeWork(plan, step.decoding, step.workspace)
     assert torch.equal(step.run(), expected)
 
