@@ -310,8 +310,7 @@ class Bench:
         report.target("table_none_share", ">=", 0.98)
         for levels in ("2_levels", "3_levels"):
             report.target(f"plan_and_lists_steady_{levels}_us", "<=", 100)
-            report.target(f"plan_new_tree_{levels}_us", "<=", 100)
-            report.target(f"plan_and_lists_new_tree_{levels}_us", "<=", 100, "goal")
+            report.target(f"plan_and_lists_new_tree_{levels}_us", "<=", 100)
         for name in ("64x8k", "256x2k"):
             for peer in ("flashinfer decode", "fa3"):
                 if f"{name}_beside_{peer}" in metrics:
