@@ -24,7 +24,7 @@ static void write_merges(const Lists *lists, const Tree *tree)
         tokens[i] = row.token;
         part_starts[i] = num_parts;
         if (row.num_parts > 0)
-            *next++ = (Merge){row.token, num_parts, row.num_parts};
+            *next++ = (Merge){.token = row.token, .first_part = num_parts, .num_parts = row.num_parts};
         num_parts += row.num_parts;
     }
     end_list(lists, MERGES, 4 * lists->num_merges);
