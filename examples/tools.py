@@ -6,6 +6,7 @@ import ast
 import asyncio
 import operator
 import resource
+import signal
 import sys
 from collections.abc import Callable
 from fractions import Fraction
@@ -44,7 +45,7 @@ async def python(code: str, *, seconds: float = 5.0, megabytes: int = 256) -> st
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (megabytes << 20, megabytes << 20))
         cpu = int(seconds) + 1
-        resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu))
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 1))
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 
     process = await asyncio.create_subprocess_exec(
@@ -60,14 +61,17 @@ async def python(code: str, *, seconds: float = 5.0, megabytes: int = 256) -> st
         preexec_fn=limit,
         start_new_session=True,
     )
+    stopped = f"error: stopped after {seconds:g} s"
     try:
         out, err = await asyncio.wait_for(process.communicate(), seconds)
     except TimeoutError:
-        return f"error: stopped after {seconds:g} s"
+        return stopped
     finally:
         if process.returncode is None:  # also where the search was cancelled while the program ran
             process.kill()
             await process.wait()
+    if process.returncode == -signal.SIGXCPU:  # the system was quicker than a busy event loop
+        return stopped
     if process.returncode:
         lines = err.decode(errors="replace").strip().splitlines()
         return f"error: {lines[-1][:200] if lines else f'ended with {process.returncode}'}"

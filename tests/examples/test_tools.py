@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,6 +55,19 @@ def test_a_program_that_takes_too_much_is_stopped(tmp_path: Path) -> None:
     assert endless == asleep == "error: stopped after 0.5 s"
     assert "MemoryError" in memory and disk.startswith("error: ")
     assert time.perf_counter() - start < 10
+
+
+def test_the_system_may_stop_it_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy caller comes to its clock only after the processor time is spent."""
+    start = asyncio.create_subprocess_exec
+
+    async def start_slowly(*args: Any, **kwargs: Any) -> asyncio.subprocess.Process:
+        process = await start(*args, **kwargs)
+        await process.wait()
+        return process
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start_slowly)
+    assert asyncio.run(python("while True: pass", seconds=0.5)) == "error: stopped after 0.5 s"
 
 
 def test_a_cancelled_caller_takes_the_program_with_it() -> None:
