@@ -20,7 +20,7 @@ int cut(Segment **segments, int64_t n, int64_t least, int32_t grain, double shar
         if (num_chunks < 1)
             num_chunks = 1;
         it->chunk_tokens = (num_grains + num_chunks - 1) / num_chunks * grain;
-        num_chunks = (num_tokens + it->chunk_tokens - 1) / it->chunk_tokens;
+        num_chunks = (num_tokens - 1) / it->chunk_tokens + 1;
         differs |= num_chunks != it->num_chunks;
         it->num_chunks = num_chunks;
     }
