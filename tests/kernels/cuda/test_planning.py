@@ -1,4 +1,4 @@
-"""Without a compiler there is no planning on a GPU, and the error says so. What is compiled computes in its numbers."""
+"""Without a compiler there is no planning on a GPU, and the error says so. With one, no number overflows."""
 
 from __future__ import annotations
 
