@@ -80,6 +80,23 @@ def test_a_new_block_is_sent(decoding: Decoding) -> None:
     assert decoding.ids() == [[8, 9], [10, 12], [11], []]
 
 
+def test_a_row_that_owns_nothing_may_grow(decoding: Decoding) -> None:
+    decoding.kv_lens[2] += 1
+    decoding.tables[2].append(12)
+    assert decoding.ids() == [[8, 9], [10], [11], [12]]
+
+
+def test_rows_of_two_trunks_begin_blocks_of_their_own(device: str, check_work: Callable[..., None]) -> None:
+    """The last block that they knew is the end of a trunk, not theirs."""
+    rows = Decoding(device)
+    tables = [[1, 2], [1, 2], [3, 4], [3, 4]]
+    for kv_len in (8, 9):
+        plan = rows.planner.plan(tables, [1] * 4, [kv_len] * 4, [0, 2, 0, 2])
+        check_work(DecodeWork(plan, np.arange(4), rows.workspace), plan)
+        for row, table in enumerate(tables):
+            table.append(10 + row)
+
+
 def test_the_last_block_may_be_another(decoding: Decoding) -> None:
     """A copy of one that was shared; and one that others had filled before, as the next one begins."""
     decoding.tables[1][-1] = 13
