@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -189,3 +190,16 @@ def test_rows_that_a_plan_does_not_have(
     pool = KVPool(1, 2, 1, 16, 4, torch.float32, "cpu", "block-major")
     with pytest.raises(ValueError, match=why):
         DecodeWork(plan, np.array(chosen), Workspace(pool, 2))
+
+
+def test_what_is_remembered_in_c_goes_with_the_lists(monkeypatch: pytest.MonkeyPatch, no_rows: Any) -> None:
+    freed: list[Any] = []
+    prepare, forget = list_module._functions()
+    monkeypatch.setattr(list_module, "_functions", lambda: (prepare, lambda it: freed.append(forget(it))))
+    rows = no_rows(4)
+    rows.add(rows.take(1), 1, 4)
+    work = work_of(rows, "cpu")
+    assert not freed
+    del work
+    gc.collect()  # lists and workspace know each other
+    assert len(freed) == 1
