@@ -9,20 +9,31 @@
 #define PART_TOKENS 8
 #define FULL_RATE_FROM 0.55 /* of the slots: with fewer CTAs the memory is not busy any more */
 
+static void cut_one(Segment *it, int32_t grain, double wanted)
+{
+    int32_t num_grains = (it->num_tokens + grain - 1) / grain, num_chunks = rint(it->num_tokens / wanted);
+    if (num_chunks < 1)
+        num_chunks = 1;
+    int32_t grains = (num_grains + num_chunks - 1) / num_chunks; /* of a chunk */
+    it->chunk_tokens = grains * grain;
+    it->num_chunks = (num_grains + grains - 1) / grains;
+}
+
 int cut(Segment **segments, int64_t n, int64_t least, int32_t grain, double share)
 {
     double wanted = fmax(share, least);
     int differs = 0;
     for (int64_t i = 0; i < n; i++) {
         Segment *it = segments[i];
-        int32_t num_tokens = it->num_tokens, num_chunks = rint(num_tokens / wanted);
-        int32_t num_grains = (num_tokens + grain - 1) / grain;
-        if (num_chunks < 1)
-            num_chunks = 1;
-        it->chunk_tokens = (num_grains + num_chunks - 1) / num_chunks * grain;
-        num_chunks = (num_tokens - 1) / it->chunk_tokens + 1;
-        differs |= num_chunks != it->num_chunks;
-        it->num_chunks = num_chunks;
+        const Segment *last = i > 0 ? segments[i - 1] : NULL;
+        int32_t before = it->num_chunks;
+        if (last && last->num_tokens == it->num_tokens) { /* as of branches that were forked together */
+            it->num_chunks = last->num_chunks;
+            it->chunk_tokens = last->chunk_tokens;
+        } else {
+            cut_one(it, grain, wanted);
+        }
+        differs |= it->num_chunks != before;
     }
     return differs;
 }
