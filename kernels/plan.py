@@ -147,7 +147,7 @@ class Planner:
         first_sees = lens - before_first
         assert first_sees.min() >= 1, "a row has more queries than KV"
         # A block is shared at most as far as every query of the row sees all of it.
-        least = common * self.block_size
+        least = np.maximum(common * self.block_size, 1)
         least[:-1] = np.maximum(least[:-1], least[1:])
         depths, sees_all = num_shared_blocks, bool((first_sees >= least).all())
         if not sees_all:

@@ -31,7 +31,6 @@ class GPUAttention:
         if workspace is None:
             workspace = self.pool.workspaces[num_heads] = Workspace(self.pool, num_heads)
         assert isinstance(workspace, Workspace), "the pool keeps what it was given"
-        self._workspace = workspace
         is_decode = self._plan.query_lens == 1
         rows = np.flatnonzero(is_decode), np.flatnonzero(~is_decode)
         if len(rows[0]):
@@ -40,6 +39,7 @@ class GPUAttention:
             self._decode = None
             workspace.lists.forget()
         self._extend = ExtendWork(self._plan, rows[1], workspace) if len(rows[1]) else None
+        self._workspace = workspace  # last: a step whose lists could not be made is not prepared
 
     def __call__(
         self, layer: int, q: torch.Tensor, scale: float, options: AttentionOptions = PLAIN

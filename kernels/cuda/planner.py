@@ -11,6 +11,8 @@ import numpy as np
 from ramet.kernels.cuda import planning
 from ramet.kernels.plan import IntArray, Planner, Tree
 
+_NEVER = 2**62  # blocks: more than any segment saves
+
 
 @functools.cache
 def _fold_in_c() -> Callable[..., int]:
@@ -31,7 +33,8 @@ class GPUPlanner(Planner):
         assert n == len(lens) == len(num_shared_blocks), "the inputs differ in rows"
         assert n > 0, "a step has at least one row"
         out = np.empty(9 * n, dtype=np.int64)
-        sizes = n, self.block_size, self.min_shared_tokens_saved
+        least_blocks = min(-(-self.min_shared_tokens_saved // self.block_size), _NEVER)
+        sizes = n, self.block_size, least_blocks
         fold = _fold_in_c()
         num_segments = fold(query_lens, num_shared_blocks, lens.tobytes(), *sizes, out.ctypes.data)
         out.setflags(write=False)  # the plans of this tree share it

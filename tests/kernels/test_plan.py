@@ -157,3 +157,11 @@ def test_what_a_planner_remembers_changes_no_plan(data: st.DataObject, saved: in
 def test_nonsense_is_a_bug(query_lens: list[int], kv_lens: list[int], shared: list[int]) -> None:
     with pytest.raises(AssertionError):
         Planner(4).plan([[0], [1]], query_lens, kv_lens, shared)
+
+
+def test_nonsense_is_a_bug_in_a_tree_that_is_known() -> None:
+    planner = Planner(4)
+    planner.plan([[0], [1]], [2, 1], [2, 1], [0, 0])
+    for kv_lens in ([1, 1], [2, 0]):
+        with pytest.raises(AssertionError, match="more queries than KV"):
+            planner.plan([[0], [1]], [2, 1], kv_lens, [0, 0])

@@ -55,7 +55,7 @@ static void find_depths(Tree *tree, int64_t *depths, const int64_t *kv_lens, int
     int64_t seen_before = 0, sees_all = 1;
     for (int64_t i = 0; i < num_rows; i++) {
         int64_t deepest = depths[i] > depths[i + 1] ? depths[i] : depths[i + 1];
-        tree->least_kv_lens[i] = deepest * block_size + tree->query_lens[i] - 1;
+        tree->least_kv_lens[i] = (deepest > 0 ? deepest * block_size : 1) + tree->query_lens[i] - 1;
         sees_all &= kv_lens[i] >= tree->least_kv_lens[i];
         int32_t seen = (int32_t)(kv_lens[i] - tree->query_lens[i] + 1) / block_size;
         depths[i] = depths[i] < seen ? depths[i] : seen;
@@ -117,11 +117,11 @@ static void sort_by_level(const Segment *kept, int64_t num_kept, int64_t *ends, 
         sorted[--ends[kept[i].level]] = kept[i];
 }
 
-/* Fold the tree of S rows; query_lens and num_shared_blocks are lists of S numbers. A segment saves least_saved
- * tokens at least. `out` [9 S] gets the arrays of Tree, one behind the other. Returns the number of segments, or
+/* Fold the tree of S rows; query_lens and num_shared_blocks are lists of S numbers. A segment saves least_blocks
+ * at least. `out` [9 S] gets the arrays of Tree, one behind the other. Returns the number of segments, or
  * -1 with an exception. */
 int64_t ramet_fold(PyObject *query_lens, PyObject *num_shared_blocks, const int64_t *kv_lens, int64_t num_rows,
-                   int64_t block_size, int64_t least_saved, int64_t *out)
+                   int64_t block_size, int64_t least_blocks, int64_t *out)
 {
     int64_t S = num_rows;
     Tree tree = {out, out + S, out + 2 * S + 1, out + 3 * S + 1, (Segment *)(out + 4 * S + 1)};
@@ -138,7 +138,6 @@ int64_t ramet_fold(PyObject *query_lens, PyObject *num_shared_blocks, const int6
         int64_t num_found = find_intervals(depths, S, open, found);
         for (int64_t i = 0; i < S; i++)
             levels[i] = tree.private_block0[i] = 0;
-        int64_t least_blocks = least_saved < block_size ? 1 : (least_saved + block_size - 1) / block_size;
         num_kept = keep(found, num_found, least_blocks, levels, tree.private_block0, kept);
         sort_by_level(kept, num_kept, depths, tree.segments);
     }

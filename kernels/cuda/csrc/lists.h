@@ -55,7 +55,7 @@ typedef struct {
 } Shared;
 
 typedef struct {
-    PyObject *table;   /* of the step before; only ever compared */
+    PyObject *table;   /* borrowed: read in its step, in the next one only compared */
     int32_t token;     /* its query's index in the batch */
     int32_t kv_len;    /* when the lists were made, */
     int32_t spare;     /* and by how much it may have grown since */

@@ -209,11 +209,12 @@ static void make_room(const Card *card, Tree *tree)
         it->num_blocks = (it->num_tokens + card->block_size - 1) / card->block_size;
         if (!it->is_shared)
             it->num_blocks += (card->spare_tokens + card->block_size - 1) / card->block_size;
-        it->place = tree->num_ids;
+        int64_t place = tree->num_ids; /* too far for 32 bits in a tree that `count` refuses */
+        it->place = place;
         tree->num_ids += it->num_blocks;
         /* In its own segment, or in the deepest shared one, which is the last that comes along here. */
         for (int32_t row = it->row0; row < it->row0 + it->num_rows; row++)
-            tree->rows[row].place = it->place - it->block0;
+            tree->rows[row].place = place - it->block0;
     }
 }
 

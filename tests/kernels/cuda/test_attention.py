@@ -56,6 +56,20 @@ def test_a_pool_keeps_its_workspace(no_rows: type[Any], case_of: Callable[..., A
     assert case.pool.workspaces[4] is workspace
 
 
+def test_a_step_that_could_not_be_prepared_gives_nothing(
+    no_rows: type[Any], case_of: Callable[..., Any], device: str
+) -> None:
+    """Not in a second call either, which would return what lay in the memory."""
+    rows = no_rows(4)
+    rows.add(rows.take(2), 1, 7)
+    case = case_of(rows, device=device, layout="block-major")
+    rows.block_tables[0][0] = -1
+    prepared = attention.prepare(case.pool, rows.plan(), rows.slots)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="block id"):
+            attention.attend(prepared, 0, case.q, case.k, case.v, 0.25)
+
+
 def test_a_row_that_was_extended_in_between_is_read_anew(device: str) -> None:
     """Its table is the same object, and has changed by more than the last block."""
     pool = KVPool(1, 8, 1, 16, 4, torch.float32, device, "block-major")

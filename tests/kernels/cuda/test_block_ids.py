@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ import pytest
 import torch
 
 from ramet.kernels.cuda import work_list as list_module
-from ramet.kernels.cuda.step_buffer import StepBuffer
+from ramet.kernels.cuda.step_buffer import SIZES, StepBuffer
 from ramet.kernels.cuda.work import DecodeWork
 from ramet.kernels.cuda.workspace import Workspace
 from ramet.kernels.kv_pool import KVPool
@@ -76,6 +78,23 @@ def test_a_new_block_is_sent(decoding: Decoding) -> None:
     decoding.kv_lens[0] += 2
     decoding.tables[0].append(12)
     assert decoding.ids() == [[8, 9], [10, 12], [11], []]
+
+
+def test_a_row_that_owns_nothing_may_grow(decoding: Decoding) -> None:
+    decoding.kv_lens[2] += 1
+    decoding.tables[2].append(12)
+    assert decoding.ids() == [[8, 9], [10], [11], [12]]
+
+
+def test_rows_of_two_trunks_begin_blocks_of_their_own(device: str, check_work: Callable[..., None]) -> None:
+    """The last block that they knew is the end of a trunk, not theirs."""
+    rows = Decoding(device)
+    tables = [[1, 2], [1, 2], [3, 4], [3, 4]]
+    for kv_len in (8, 9):
+        plan = rows.planner.plan(tables, [1] * 4, [kv_len] * 4, [0, 2, 0, 2])
+        check_work(DecodeWork(plan, np.arange(4), rows.workspace), plan)
+        for row, table in enumerate(tables):
+            table.append(10 + row)
 
 
 def test_the_last_block_may_be_another(decoding: Decoding) -> None:
@@ -207,10 +226,13 @@ class History:
         rng, own = self.rng, self.own_last()
         if rng.random() < 0.5:  # no row of several queries is one for long
             self.queries = [1] * len(self.tables)
-        what = rng.choice(("grow", "grow", "fork", "end", "copy"))
+        what = rng.choice(("grow", "grow", "fork", "end", "copy", "leave"))
         if what == "end" and len(self.tables) > 1:
             row = rng.randrange(len(self.tables))
             del self.tables[row], self.queries[row], self.lens[row]
+        elif what == "leave":  # as long as it was, and shares nothing any more
+            row = rng.randrange(len(self.tables))
+            self.tables[row] = [self.new_block() for _ in self.tables[row]]
         for row in reversed(own if what in ("grow", "fork", "copy") else []):
             if what == "grow":
                 self.lens[row] += rng.choice((0, 1, 1, 1, self.size))
@@ -224,27 +246,27 @@ class History:
                 self.tables[row][-1] = self.new_block()
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_random_histories(seed: int, rows_of: Callable[..., Any], device: str) -> None:
+@pytest.mark.parametrize("seed", range(40))
+def test_random_histories(
+    seed: int, rows_of: Callable[..., Any], device: str, check_work: Callable[..., None]
+) -> None:
+    """Also with steps in between that fail, and a buffer that is too small at first."""
     rng = random.Random(seed)
     history = History(rng, rows_of(rng, rng.choice((1, 4, 16)), 4))
     size = history.size
     pool = KVPool(1, 1, 1, 16, size, torch.float32, device, "block-major")
     workspace, planner = Workspace(pool, 8), Planner(size, 0)
-    for _ in range(12):
+    workspace.buffer = StepBuffer(torch.device(device), [64] * len(SIZES))
+    for _ in range(20):
         tables = history.tables
         plan = planner.plan(tables, history.queries, history.lens, shared_with_previous(tables))
         rows = np.flatnonzero(plan.query_lens == 1)
         if len(rows):
-            made, buffer = DecodeWork(plan, rows, workspace).list, workspace.buffer
-            on_device = buffer.block_ids.tolist()
-            lists = (buffer.narrow_items, made.num_narrow), (buffer.wide_items, made.num_wide)
-            for items, num_items in lists:
-                for row0, num_rows, place, start, n, *_ in items[: 8 * num_items].view(-1, 8).tolist():
-                    for row in rows[row0 : row0 + num_rows]:
-                        end = history.lens[row] if n < 0 else start + n
-                        ids = tables[row][start // size : -(-end // size)]
-                        assert on_device[place : place + len(ids)] == ids
+            if rng.random() < 0.2:
+                failing = [*tables[:-1], [*tables[-1][:-1], TAMPERED]]
+                with suppress(ValueError):
+                    DecodeWork(replace(plan, block_tables=failing), rows, workspace)
+            check_work(DecodeWork(plan, rows, workspace), plan)
         else:
             workspace.lists.forget()
         history.change()

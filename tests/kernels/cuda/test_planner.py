@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,7 @@ def same(plan: AttentionPlan, defined: AttentionPlan) -> bool:
     seed=st.integers(0, 2**32),
     depth=st.integers(1, 6),
     block_size=st.sampled_from((1, 2, 16)),
-    saved=st.sampled_from((-1, 0, 8, 15, 17, 64, 10**9)),
+    saved=st.sampled_from((-1, 0, 8, 15, 17, 64, sys.maxsize, 2**64)),
 )
 def test_random_trees(
     rows_of: Callable[..., Any], seed: int, depth: int, block_size: int, saved: int
@@ -77,6 +78,14 @@ def test_a_tree_is_folded_once_while_it_stays() -> None:
 def test_nonsense_is_a_bug(query_lens: list[int], kv_lens: list[int], shared: list[int], why: str) -> None:
     with pytest.raises(AssertionError, match=why):
         GPUPlanner(4).plan([[0], [1]], query_lens, kv_lens, shared)
+
+
+def test_nonsense_is_a_bug_in_a_tree_that_is_known() -> None:
+    planner = GPUPlanner(4)
+    planner.plan([[0], [1]], [2, 1], [2, 1], [0, 0])
+    for kv_lens in ([1, 1], [2, 0]):
+        with pytest.raises(AssertionError, match="more queries than KV"):
+            planner.plan([[0], [1]], [2, 1], kv_lens, [0, 0])
 
 
 @pytest.mark.parametrize("shared", [-1, 2**30 + 1, 2**63])

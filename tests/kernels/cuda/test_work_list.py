@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -46,33 +48,14 @@ def always_shares(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.usefixtures("always_shares")
-def test_each_key_is_read_once(seed: int, rows_of: Callable[..., Any], device: str) -> None:
+def test_each_key_is_read_once(
+    seed: int, rows_of: Callable[..., Any], device: str, check_work: Callable[..., None]
+) -> None:
     rng = random.Random(seed)
     rows = rows_of(rng, rng.choice((1, 4, 16)), 4, rng.choice((3, 20)))
     plan = rows.plan()
-    if not len(decoding(plan)):
-        return
-    work, decodes = work_of(rows, device), decoding(plan)
-    block_ids = work.workspace.buffer.block_ids.tolist()
-    read = [[0] * int(plan.kv_lens[row]) for row in decodes]
-    parts: list[list[int]] = [[] for _ in decodes]
-    for row0, num_rows, first_id, start, num_tokens, part, is_whole, _ in items_of(work):
-        for i in range(row0, row0 + num_rows):
-            row = decodes[i]
-            end = int(plan.kv_lens[row]) if num_tokens < 0 else start + num_tokens
-            assert num_tokens >= 0 or num_rows == 1, "only a row's own end is open"
-            for position in range(start, end):
-                read[i][position] += 1
-            table = rows.block_tables[row][start // rows.block_size : -(-end // rows.block_size)]
-            assert block_ids[first_id : first_id + len(table)] == table
-            parts[i].append(-1 if is_whole else part)
-    assert all(set(counts) == {1} for counts in read)
-    # Parts of a row are numbered without a gap, and lie where the merge looks for them.
-    merges = work.workspace.buffer.merges[: 4 * work.list.num_merges].view(-1, 4).tolist()
-    expected = {int(plan.query_starts[row]): p for row, p in zip(decodes, parts, strict=True) if p != [-1]}
-    assert {token: list(range(n)) for token, _, n, _ in merges} == {t: sorted(p) for t, p in expected.items()}
-    slots = [slot for _, first, n, _ in merges for slot in range(first, first + n)]
-    assert sorted(slots) == list(range(work.list.num_parts))
+    if len(decoding(plan)):
+        check_work(work_of(rows, device), plan)
 
 
 def test_little_sharing_is_not_worth_a_launch(no_rows: Any, device: str) -> None:
@@ -84,6 +67,19 @@ def test_little_sharing_is_not_worth_a_launch(no_rows: Any, device: str) -> None
     work = work_of(rows, device)
     assert len(rows.plan().segments) == 1
     assert (work.list.num_narrow, work.list.num_wide, work.list.num_merges) == (4, 0, 0)
+
+
+@pytest.mark.parametrize(("num_rows", "num_blocks"), [(2, 1374), (16, 44)])
+def test_sharing_pays_from_so_many_bytes_on(num_rows: int, num_blocks: int) -> None:
+    """A block has 65,536 bytes. 1,374 of them are the first to exceed 36 MB and 54 MB times 2 / 2; 15 rows
+    spare the reading of 44 each, where it is 36 MB and 54 MB times 2 / 16.
+    """
+    pool = KVPool(1, 1, 8, 128, 16, torch.bfloat16, "cpu", "block-major")
+    for n, pays in (num_blocks - 1, False), (num_blocks, True):
+        shared = [0] + [n] * (num_rows - 1)
+        plan = Planner(16).plan([[0] * (n + 1)] * num_rows, [1] * num_rows, [16 * n + 1] * num_rows, shared)
+        work = DecodeWork(plan, decoding(plan), Workspace(pool, 32))
+        assert any(item[1] > 1 for item in items_of(work)) == pays
 
 
 @pytest.mark.usefixtures("always_shares")
@@ -171,3 +167,39 @@ def test_rows_may_grow_a_little(no_rows: Any, device: str) -> None:
         lists.append(DecodeWork(rows.plan(), np.arange(2), work.workspace).list)
     changed = [after is not before for before, after in pairwise(lists)]
     assert changed == [False, False, False, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "kv_lens", "why"),
+    [
+        ([1, 0], [4, 4], "in order"),
+        ([0, 0], [4, 4], "in order"),
+        ([-1, 0], [4, 4], "in order"),
+        ([1, 2], [4, 4], "in order"),
+        ([0, 1], [4, 0], "1 to 2\\^30 tokens"),
+        ([0, 1], [4, 2**30 + 1], "1 to 2\\^30 tokens"),
+    ],
+)
+def test_rows_that_a_plan_does_not_have(
+    chosen: list[int], kv_lens: list[int], why: str, no_rows: Any
+) -> None:
+    rows = no_rows(4)
+    for _ in range(2):
+        rows.add(rows.take(1), 1, 4)
+    plan = replace(rows.plan(), kv_lens=np.array(kv_lens))
+    pool = KVPool(1, 2, 1, 16, 4, torch.float32, "cpu", "block-major")
+    with pytest.raises(ValueError, match=why):
+        DecodeWork(plan, np.array(chosen), Workspace(pool, 2))
+
+
+def test_what_is_remembered_in_c_goes_with_the_lists(monkeypatch: pytest.MonkeyPatch, no_rows: Any) -> None:
+    freed: list[Any] = []
+    prepare, forget = list_module._functions()
+    monkeypatch.setattr(list_module, "_functions", lambda: (prepare, lambda it: freed.append(forget(it))))
+    rows = no_rows(4)
+    rows.add(rows.take(1), 1, 4)
+    work = work_of(rows, "cpu")
+    assert not freed
+    del work
+    gc.collect()  # lists and workspace know each other
+    assert len(freed) == 1
