@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from examples.sums import SAMPLING, check, deal
-from examples.tally import Outcome, Tally, compare, count, options, seeds_of
+from examples.tally import Outcome, Tally, compare, many_samples
 from ramet import AsyncLLM, SamplingParams
 
 
@@ -44,13 +44,7 @@ async def run(seeds: Sequence[int], n: int, console: Console, llm: AsyncLLM) -> 
 
 
 async def main() -> None:
-    parser = options(__doc__)
-    parser.add_argument(
-        "--samples", type=count, default=16, metavar="N", help="of each problem (%(default)s)"
-    )
-    arguments = parser.parse_args()
-    async with AsyncLLM("smollm2", num_blocks=2048) as llm:
-        await run(seeds_of(arguments), arguments.samples, Console(), llm)
+    await many_samples(__doc__, run)
 
 
 if __name__ == "__main__":

@@ -56,6 +56,19 @@ def options(
     return parser
 
 
+async def many_samples(
+    doc: str | None, run: Callable[[Sequence[int], int, Console, AsyncLLM], Awaitable[object]]
+) -> None:
+    """The command of an example that draws many samples of each problem."""
+    parser = options(doc)
+    parser.add_argument(
+        "--samples", type=count, default=16, metavar="N", help="of each problem (%(default)s)"
+    )
+    arguments = parser.parse_args()
+    async with AsyncLLM("smollm2", num_blocks=2048) as llm:
+        await run(seeds_of(arguments), arguments.samples, Console(), llm)
+
+
 def count(text: str) -> int:
     """A number of an option."""
     if not text.isdecimal() or int(text) == 0:

@@ -137,14 +137,15 @@ class _Search(Generic[B]):
 
     def _leaf(self) -> Node[B] | None:
         """The most promising leaf that nobody grows yet, the best children first."""
-        found = [self.tree.root]  # the next one last
+        found = [self.tree.root]  # a stack: the next one last
         while found:
             node = found.pop()
             if node.closed or node in self._growing:
                 continue
             if not node.children:
                 return node
-            found += sorted(node.children, key=lambda child: self.select(node, child), reverse=True)[::-1]
+            best_first = sorted(node.children, key=lambda child: self.select(node, child), reverse=True)
+            found += reversed(best_first)
         return None
 
     async def _grow(self, leaf: Node[B]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import Any
 
 from tests.api.server.test_branches import Api, ids, ok
@@ -66,7 +65,8 @@ def test_a_deleted_branch_frees_what_it_was_generating_within_two_steps(serve: S
     server.wait_until(lambda: in_use(server) > before + 2)
     model.open.clear()  # the step that runs now is the last one that may count it
     threads[1].start()
-    time.sleep(0.1)
+    trees = [tree for store in server.server.state.stores() for tree in store.trees.values()]
+    server.wait_until(lambda: not any(loser in tree.branches for tree in trees))
     steps = llm.engine.num_steps
     model.open.set()
     server.wait_until(lambda: in_use(server) == before)
